@@ -1,0 +1,145 @@
+"""What does a region cost, and what does a saved tensor cost, beyond the work itself?
+
+A chain of n `sin` on 8 floats, one thread, forward plus backward. The work itself is "forward twice and backward once" of
+the plain chain; overhead is what exceeds it. A straight line through the overheads gives the cost per saved tensor (slope) and
+per region (what is left at n = 0). Contestants run interleaved in one process, in a new random order every round: in a
+fixed order whoever runs after the slowest looks worse than it is.
+
+    python benchmarks/overhead.py [--rounds 300] [--json overhead.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as stock
+
+from peers import describe_machine, print_table, torch_remat_checkpoint
+from recollect import dropin
+
+LENGTHS = (4, 104)
+VISIT = 5  # runs in a row; their median counts, so that no one pays for the caches that another left behind
+WORK = "the work itself"
+Step = Callable[[int], float]
+
+
+def chain(n: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(n):
+            x = x.sin()
+        return x
+
+    return run
+
+
+CHAINS = {n: chain(n) for n in LENGTHS}
+
+
+def the_work(n: int) -> float:
+    """Forward twice and backward once, without checkpointing."""
+    x = torch.ones(8, requires_grad=True)
+    run = CHAINS[n]
+    start = time.perf_counter()
+    y = run(x)
+    y = run(x)
+    y.backward(torch.ones(8))
+    return time.perf_counter() - start
+
+
+def bare_hooks(n: int) -> float:
+    """The floor: hooks that do nothing, in forward, replay and backward."""
+    x = torch.ones(8, requires_grad=True)
+    run = CHAINS[n]
+    start = time.perf_counter()
+    for _ in range(2):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            y = run(x)
+    y.backward(torch.ones(8))
+    return time.perf_counter() - start
+
+
+def checkpointed(call: Callable[..., Any], **options: Any) -> Step:
+    def step(n: int) -> float:
+        x = torch.ones(8, requires_grad=True)
+        run = CHAINS[n]
+        start = time.perf_counter()
+        y = call(run, x, **options)
+        y.backward(torch.ones(8))
+        return time.perf_counter() - start
+
+    return step
+
+
+def contestants() -> dict[str, Step]:
+    found: dict[str, Step] = {
+        WORK: the_work,
+        "bare hooks (floor)": bare_hooks,
+        "stock": checkpointed(stock.checkpoint, use_reentrant=False),
+        "recollect": checkpointed(dropin.checkpoint, use_reentrant=False),
+        "recollect, no RNG": checkpointed(dropin.checkpoint, use_reentrant=False, preserve_rng_state=False),
+        "stock reentrant": checkpointed(stock.checkpoint, use_reentrant=True),
+        "recollect reentrant": checkpointed(dropin.checkpoint, use_reentrant=True),
+    }
+    remat = torch_remat_checkpoint()
+    if remat is not None:
+        found["torch_remat (never preserves RNG)"] = checkpointed(remat)
+    return found
+
+
+def measure(rounds: int) -> dict[str, dict[str, float]]:
+    steps = contestants()
+    times: dict[tuple[str, int], list[float]] = {(name, n): [] for name in steps for n in LENGTHS}
+    order = list(steps)
+    for round_number in range(rounds + 5):
+        random.shuffle(order)
+        for n in LENGTHS:
+            for name in order:
+                seconds = statistics.median(steps[name](n) for _ in range(VISIT))
+                if round_number >= 5:  # the first rounds warm up
+                    times[name, n].append(seconds)
+    short, long = LENGTHS
+    result = {}
+    for name in steps:
+        over = {n: statistics.median(times[name, n]) - statistics.median(times[WORK, n]) for n in LENGTHS}
+        per_tensor = (over[long] - over[short]) / (long - short)
+        result[name] = {"region": (over[short] - short * per_tensor) * 1e6, "tensor": per_tensor * 1e6}
+    del result[WORK]
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--json", help="also write the numbers to this file")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result = measure(options.rounds)
+    rows = []
+    for name, cost in result.items():
+        base = result["stock reentrant" if "reentrant" in name else "stock"]
+        rows.append(
+            [
+                name,
+                f"{cost['region']:.1f}",
+                f"{cost['region'] / base['region']:.2f}",
+                f"{cost['tensor']:.2f}",
+                # The reentrant variant hooks nothing: there is no cost per tensor to compare.
+                "" if "reentrant" in name else f"{cost['tensor'] / base['tensor']:.2f}",
+            ]
+        )
+    print_table(["", "us per region", "of stock's", "us per saved tensor", "of stock's"], rows)
+    print(describe_machine())
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"machine": describe_machine(), "overhead": result}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""Ambient state: what a function reads without being given it. Captured in the forward, in force again in the replay.
+
+Parts: random generators, autocast, the default device, the accelerator's device and stream. Each part has one
+method, `restore`: put the captured state in force and return how to undo that, or return None if it is in force already.
+That is judged at the replay, never assumed from the forward. A part that could not matter is not made at all.
+
+Random numbers are exact: every replay starts from the state at the region's entry, and the surrounding state is put back
+however the replay ends. Whether the region drew anything is not asked, because an unmoved generator does not tell
+(`torch.random.fork_rng` inside a region); setting a CPU generator costs less than a comparison.
+
+Grad mode is not here: a replay always runs with it on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from recollect import _errors
+from recollect._inputs import named_tensors
+from recollect._torch import (
+    accelerator_module,
+    any_autocast,
+    default_device,
+    function_mode_count,
+    is_initialised,
+)
+
+Undo = Callable[[], None]
+
+
+class Part(Protocol):
+    """A piece of ambient state as it was in the forward."""
+
+    def restore(self) -> Undo | None:
+        """Put it in force; return how to undo that, None if there was nothing to do."""
+
+
+def capture(tensors: Sequence[Tensor], *, preserve_rng_state: bool) -> list[Part]:
+    """The state around a region that is about to run on `tensors`."""
+    device_type = _device_type_of(tensors)
+    module = accelerator_module(device_type)
+    parts: list[Part] = [
+        Autocast(device_type) if any_autocast() else _AUTOCAST_OFF,
+        DefaultDevice(default_device()) if function_mode_count() else _NO_DEFAULT_DEVICE,
+    ]
+    if module is not None and is_initialised(module) and torch.accelerator.is_available():
+        parts.append(Place(torch.accelerator.current_stream()))
+    if preserve_rng_state:
+        parts.append(Generators(device_type, module, tensors))
+    return parts
+
+
+@contextlib.contextmanager
+def restored(parts: Sequence[Part]) -> Iterator[None]:
+    """The state of `parts` in force; what was in force before is put back at the end."""
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            undo = part.restore()
+            if undo is not None:
+                stack.callback(undo)
+        yield
+
+
+def forward_ended(parts: Sequence[Part]) -> None:
+    """Raise if the forward brought up an accelerator whose random state should have been recorded at its start."""
+    if parts and isinstance(parts[-1], Generators):
+        parts[-1].check_initialised()
+
+
+# --- Random generators ---
+
+
+class Generators:
+    """The CPU generator and those of one accelerator type: of the arguments' devices, else of the current device."""
+
+    __slots__ = ("_cpu", "_ids", "_late", "_module", "_states", "_type")
+
+    def __init__(self, device_type: str, module: Any, tensors: Sequence[Tensor]) -> None:
+        self._cpu = torch.default_generator.get_state()
+        self._type = device_type
+        self._module = module
+        self._ids: list[int] = []
+        self._states: list[Tensor] = []
+        self._late = module is not None and not is_initialised(module)
+        if module is not None and not self._late:
+            ids = dict.fromkeys(tensor.get_device() for tensor in tensors if tensor.device.type == device_type)
+            self._ids = list(ids) or [_current_index(module)]
+            self._states = [_get_state(module, index) for index in self._ids]
+
+    def check_initialised(self) -> None:
+        if self._late and is_initialised(self._module):
+            raise _errors.initialised_in_forward(self._type)
+
+    def restore(self) -> Undo:
+        generator, module, ids = torch.default_generator, self._module, self._ids
+        around = generator.get_state()
+        around_states = [_get_state(module, index) for index in ids]
+
+        def undo() -> None:
+            generator.set_state(around)
+            for index, state in zip(ids, around_states, strict=True):
+                _set_state(module, index, state)
+
+        generator.set_state(self._cpu)
+        for index, state, now in zip(ids, self._states, around_states, strict=True):
+            if not torch.equal(state, now):  # 16 bytes: cheaper to compare than to set
+                _set_state(module, index, state)
+        return undo
+
+
+def _current_index(module: Any) -> int:
+    return int(module.current_device()) if hasattr(module, "current_device") else 0
+
+
+def _get_state(module: Any, index: int) -> Tensor:
+    # torch.mps has one device and takes no index.
+    state: Tensor = module.get_rng_state() if module is getattr(torch, "mps", None) else module.get_rng_state(index)
+    return state
+
+
+def _set_state(module: Any, index: int, state: Tensor) -> None:
+    if module is getattr(torch, "mps", None):
+        module.set_rng_state(state)
+    else:
+        module.set_rng_state(state, index)
+
+
+# --- Autocast ---
+
+_AutocastState = tuple[bool, torch.dtype | None]
+
+
+def _autocast_state(device_type: str) -> _AutocastState:
+    enabled = torch.is_autocast_enabled(device_type)
+    return enabled, torch.get_autocast_dtype(device_type) if enabled else None
+
+
+class Autocast:
+    """Autocast for one accelerator type and for the CPU: on or off, dtype, and whether casts are cached."""
+
+    __slots__ = ("_cache", "_states")
+
+    def __init__(self, device_type: str) -> None:
+        types = {"cpu", device_type if torch.amp.is_autocast_available(device_type) else "cpu"}
+        self._states = {kind: _autocast_state(kind) for kind in types}
+        self._cache = torch.is_autocast_cache_enabled()
+
+    def restore(self) -> Undo | None:
+        cache_differs = torch.is_autocast_cache_enabled() != self._cache
+        contexts = [
+            torch.autocast(kind, dtype=state[1], enabled=state[0], cache_enabled=self._cache)
+            for kind, state in self._states.items()
+            if _autocast_state(kind) != state or (state[0] and cache_differs)
+        ]
+        return _enter(contexts)
+
+
+class AutocastOff:
+    """No autocast of any kind in the forward: none in the replay, even if backward is called under it."""
+
+    __slots__ = ()
+
+    def restore(self) -> Undo | None:
+        if not any_autocast():
+            return None
+        types = dict.fromkeys(("cpu", DefaultDeviceType.get_device_type()))
+        return _enter([torch.autocast(kind, enabled=False) for kind in types if torch.is_autocast_enabled(kind)])
+
+
+_AUTOCAST_OFF = AutocastOff()
+
+
+def _enter(contexts: Sequence[Any]) -> Undo | None:
+    if not contexts:
+        return None
+    with contextlib.ExitStack() as stack:  # leaves those already entered if one fails to enter
+        for context in contexts:
+            stack.enter_context(context)
+        return stack.pop_all().close
+
+
+# --- The default device ---
+
+
+class DefaultDevice:
+    """`torch.device(...)` as a context around the forward, or `torch.set_default_device`. None: neither."""
+
+    __slots__ = ("_device",)
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+
+    def restore(self) -> Undo | None:
+        if default_device() == self._device:
+            return None
+        return _enter([self._device or torch.device("cpu")])
+
+
+_NO_DEFAULT_DEVICE = DefaultDevice(None)
+
+
+# --- Where an accelerator works ---
+
+
+class Place:
+    """The current device and stream of the accelerator.
+
+    Autograd runs backward in threads of its own, each on its own device, and a CPU node asks from the caller's
+    thread and stream: without this, a replay would put its tensors where the first to ask happens to be.
+    """
+
+    __slots__ = ("_stream",)
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+
+    def restore(self) -> Undo | None:
+        here = torch.accelerator.current_stream()
+        if here == self._stream:
+            return None
+        torch.accelerator.set_stream(self._stream)
+
+        def undo() -> None:
+            torch.accelerator.set_stream(here)
+
+        return undo
+
+
+# --- Which accelerator (the drop-in's names) ---
+
+
+class DefaultDeviceType:
+    """The accelerator type that counts when no tensor argument tells: by default the current accelerator, else cpu."""
+
+    _default_device_type: str | None = None
+
+    @staticmethod
+    def set_device_type(device: str = "cuda") -> None:
+        """Name the type, process-wide."""
+        DefaultDeviceType._default_device_type = device
+
+    @staticmethod
+    def get_device_type() -> str:
+        """The type in force; found once and then kept."""
+        if DefaultDeviceType._default_device_type is None:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            DefaultDeviceType._default_device_type = accelerator.type if accelerator is not None else "cpu"
+        return DefaultDeviceType._default_device_type
+
+
+def _device_type_of(tensors: Iterable[Tensor]) -> str:
+    elsewhere = [tensor for tensor in tensors if not tensor.is_cpu]
+    if not elsewhere:
+        return DefaultDeviceType.get_device_type()
+    types = dict.fromkeys(tensor.device.type for tensor in elsewhere)
+    if len(types) == 1:
+        return next(iter(types))
+    chosen = "cuda" if "cuda" in types else next(iter(types))
+    warnings.warn(
+        "Tensor arguments, excluding CPU tensors, are detected on at least two types of devices. Random state and autocast are "
+        f"kept for one type only: {chosen}. Device types: {sorted(types)} first device type: {next(iter(types))}",
+        stacklevel=2,
+    )
+    return chosen
+
+
+def infer_device_type(*args: Any) -> str:
+    """The accelerator type of the tensors in `args`, at any depth."""
+    return _device_type_of(tensor for _, tensor in named_tensors(args, ""))
+
+
+def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
+    """Device numbers and generator states of the tensors in `args`, at any depth, one entry per tensor.
+
+    CPU and meta tensors are passed over.
+    """
+    tensors = [tensor for _, tensor in named_tensors(args, "")]
+    ids = [tensor.get_device() for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
+    if not ids:
+        return [], []
+    module = accelerator_module(_device_type_of(tensors))
+    return ids, [_get_state(module, index) for index in ids]
+
+
+def set_device_states(devices: Sequence[int], states: Sequence[Tensor], *, device_type: str | None = None) -> None:
+    """Put generator states back that `get_device_states` gave. Nothing to do for meta."""
+    device_type = DefaultDeviceType.get_device_type() if device_type is None else device_type
+    module = accelerator_module(device_type)
+    if module is None:
+        return
+    for index, state in zip(devices, states, strict=True):
+        _set_state(module, index, state)

@@ -1,0 +1,330 @@
+"""`checkpoint` and `remat`: check what the caller asked for, put an engine together, run it.
+
+Also the two process-wide overrides. They are read when a region's forward begins and hold for its backward, wherever
+that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch
+
+from recollect import _errors
+from recollect._engine.frame import Options, run_region
+from recollect._engine.reentrant import CheckpointFunction
+from recollect._torch import is_stock_noop_context_fn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+ContextFn = Callable[[], Contexts]
+
+DETERMINISM_CHECKS = ("default", "none")
+_DEFAULTS = Options()
+
+
+def noop_context_fn() -> Contexts:
+    """Two contexts that do nothing: the default of `context_fn`."""
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+# --- Process-wide overrides ---
+
+
+class _Overrides:
+    early_stop: bool | None = None
+    debug: bool | None = None
+
+
+@contextlib.contextmanager
+def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
+    """Override `early_stop` for the regions whose forward runs under it.
+
+    Example:
+        >>> from recollect.dropin import set_checkpoint_early_stop
+        >>> with set_checkpoint_early_stop(False):
+        ...     pass  # replays of regions made here run to their end
+    """
+    before, _Overrides.early_stop = _Overrides.early_stop, enable
+    try:
+        yield
+    finally:
+        _Overrides.early_stop = before
+
+
+@contextlib.contextmanager
+def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
+    """Override `debug` for the regions whose forward runs under it; None leaves it to each region.
+
+    Example:
+        >>> from recollect.dropin import set_checkpoint_debug_enabled
+        >>> with set_checkpoint_debug_enabled(True):
+        ...     pass  # errors of regions made here list their operators
+    """
+    before, _Overrides.debug = _Overrides.debug, enabled
+    try:
+        yield
+    finally:
+        _Overrides.debug = before
+
+
+# --- Running a region ---
+
+
+def _options(
+    determinism_check: str, debug: bool, early_stop: bool, preserve_rng_state: bool, name: str | None
+) -> Options:
+    if determinism_check not in DETERMINISM_CHECKS:
+        raise _errors.not_one_of("determinism_check", determinism_check, DETERMINISM_CHECKS)
+    if determinism_check == "default" and not debug and early_stop and preserve_rng_state and name is None:
+        return _DEFAULTS
+    return Options(determinism_check, bool(early_stop), bool(debug), bool(preserve_rng_state), name)
+
+
+def _overridden(options: Options) -> Options:
+    early_stop, debug = _Overrides.early_stop, _Overrides.debug
+    if early_stop is None and debug is None:
+        return options
+    return Options(
+        options.determinism_check,
+        options.early_stop if early_stop is None else early_stop,
+        options.debug if debug is None else debug,
+        options.preserve_rng_state,
+        options.name,
+    )
+
+
+def _contexts(context_fn: ContextFn) -> Contexts | None:
+    """What `context_fn` gives, None for the default."""
+    if context_fn is noop_context_fn or is_stock_noop_context_fn(context_fn):
+        return None
+    if not callable(context_fn):
+        raise _errors.not_callable("context_fn", context_fn)
+    got: Any = context_fn()
+    if not isinstance(got, (tuple, list)) or len(got) != 2:
+        raise _errors.bad_contexts(got)
+    if not all(hasattr(type(one), "__enter__") and hasattr(type(one), "__exit__") for one in got):
+        raise _errors.bad_contexts(got)
+    return got[0], got[1]
+
+
+_RUN_LATER = {
+    types.GeneratorType: "generator",
+    types.CoroutineType: "coroutine",
+    types.AsyncGeneratorType: "async generator",
+}
+
+
+def _refuse_to_run_later(function: Callable[..., Any], result: Any) -> None:
+    if isinstance(result, types.CoroutineType):
+        result.close()  # or Python warns that it was never awaited
+    raise _errors.runs_later(function, _RUN_LATER[type(result)])
+
+
+def _refuse_if_it_runs_later(function: Callable[..., Any]) -> None:
+    """The same at the time of wrapping, for what shows it from outside."""
+    called = function.forward if isinstance(function, torch.nn.Module) else function
+    for kind, test in (
+        ("generator", inspect.isgeneratorfunction),
+        ("coroutine", inspect.iscoroutinefunction),
+        ("async generator", inspect.isasyncgenfunction),
+    ):
+        if test(called):
+            raise _errors.runs_later(function, kind)
+
+
+def _run(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, context_fn: ContextFn
+) -> Any:
+    contexts = None if context_fn is noop_context_fn else _contexts(context_fn)
+    if torch.is_grad_enabled():
+        result = run_region(function, args, kwargs, _overridden(options), contexts)
+    else:
+        result = function(*args, **kwargs)
+    if type(result) in _RUN_LATER:
+        _refuse_to_run_later(function, result)
+    return result
+
+
+def _run_reentrant(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    preserve_rng_state: bool,
+    *,
+    context_fn: ContextFn,
+    debug: bool,
+) -> Any:
+    if kwargs:
+        raise _errors.unexpected_keywords(list(kwargs))
+    given = [] if context_fn is noop_context_fn or is_stock_noop_context_fn(context_fn) else ["context_fn"]
+    if debug:
+        given.append("debug")
+    if given:
+        raise _errors.only_non_reentrant(given)
+    result = CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
+    if type(result) in _RUN_LATER:
+        _refuse_to_run_later(function, result)
+    return result
+
+
+def chosen_variant(use_reentrant: bool | None, *, stacklevel: int) -> bool:
+    """Whether to take the reentrant variant; warns the caller `stacklevel` above who left it open."""
+    if use_reentrant is None:
+        warnings.warn(
+            "the use_reentrant parameter should be passed explicitly: without it the reentrant variant is taken, as PyTorch does.\n"
+            "Pass use_reentrant=False, which supports keyword arguments, torch.autograd.grad and nested structures, or "
+            "use_reentrant=True to keep what you have",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
+        return True
+    return bool(use_reentrant)
+
+
+def checkpoint(
+    function: Callable[..., R],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> R:
+    """Call `function` and recompute in backward what autograd would have saved in it.
+
+    Args:
+        function: What to run. Its result, of any structure, is returned.
+        *args: Its arguments. Tensors in lists, tuples, dicts and dataclasses count as inputs too.
+        use_reentrant: Take the reentrant variant, for programs that rely on it.
+        context_fn: Called once; gives a context manager for the forward and one for the replays.
+        determinism_check: "default" compares shape, dtype and device of every recovered tensor with the original, "none" does not.
+        debug: Let errors list the operators of the forward and of the replay, and where they part. Slow.
+        early_stop: Stop a replay as soon as everything that is still needed has been recovered.
+        preserve_rng_state: Let a replay draw the random numbers that the forward drew.
+        **kwargs: Every other keyword goes to `function`.
+
+    Returns:
+        What `function` returns.
+
+    Example:
+        >>> import torch, recollect
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = recollect.checkpoint(lambda x: x.sin().exp(), x)
+        >>> y.sum().backward()  # runs the function again
+        >>> torch.equal(x.grad, x.sin().exp() * x.cos())
+        True
+    """
+    if not callable(function):
+        raise _errors.not_callable("function", function)
+    options = _options(determinism_check, debug, early_stop, preserve_rng_state, None)
+    result: R
+    if use_reentrant is not False and chosen_variant(use_reentrant, stacklevel=2):
+        result = _run_reentrant(function, args, kwargs, preserve_rng_state, context_fn=context_fn, debug=debug)
+    else:
+        result = _run(function, args, kwargs, options, context_fn)
+    return result
+
+
+@overload
+def remat(
+    function: Callable[P, R],
+    /,
+    *,
+    determinism_check: str = ...,
+    debug: bool = ...,
+    early_stop: bool = ...,
+    preserve_rng_state: bool = ...,
+    context_fn: ContextFn = ...,
+    name: str | None = ...,
+) -> Callable[P, R]: ...
+
+
+@overload
+def remat(
+    *,
+    determinism_check: str = ...,
+    debug: bool = ...,
+    early_stop: bool = ...,
+    preserve_rng_state: bool = ...,
+    context_fn: ContextFn = ...,
+    name: str | None = ...,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+_OPTION_NAMES = ("determinism_check", "debug", "early_stop", "preserve_rng_state", "context_fn", "name")
+
+
+def remat(
+    function: Any = None,
+    /,
+    *,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn = noop_context_fn,
+    name: str | None = None,
+    **unknown: Any,
+) -> Any:
+    """Make a function whose every call is a region: `checkpoint` with the options chosen once.
+
+    A wrapper and a decorator, with or without options. Every argument of a call goes to `function`, also one that is
+    named like an option. A wrapped module stays where it is: keep it as an attribute of its parent, so that its
+    parameters are found, and call the wrapper.
+
+    Args:
+        function: A function, method, partial or module.
+        determinism_check: As for `checkpoint`.
+        debug: As for `checkpoint`.
+        early_stop: As for `checkpoint`.
+        preserve_rng_state: As for `checkpoint`.
+        context_fn: As for `checkpoint`; called once per call.
+        name: What messages call the region.
+        **unknown: Refused.
+
+    Returns:
+        A function with the name, documentation and `__wrapped__` of the original.
+
+    Example:
+        >>> import torch, recollect
+        >>> @recollect.remat
+        ... def block(x, debug):
+        ...     return (x * debug).sin().exp()
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> block(x, debug=2.0).sum().backward()
+        >>> block.__name__
+        'block'
+    """
+    for option in unknown:
+        raise _errors.unknown_option("remat", option, _OPTION_NAMES)
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {_errors.describe_value(name)}")
+    if not callable(context_fn):
+        raise _errors.not_callable("context_fn", context_fn)
+    options = _options(determinism_check, debug, early_stop, preserve_rng_state, name)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        if not callable(function):
+            raise _errors.not_callable("function", function)
+        _refuse_if_it_runs_later(function)
+
+        # The attributes of a module are its state, not its description: they are not copied.
+        @functools.wraps(function, updated=("__dict__",) if isinstance(function, types.FunctionType) else ())
+        def region(*args: Any, **kwargs: Any) -> Any:
+            return _run(function, args, kwargs, options, context_fn)
+
+        if not hasattr(function, "__name__"):  # a module or a partial
+            region.__name__ = region.__qualname__ = type(function).__name__
+        return region
+
+    return decorate if function is None else decorate(function)

@@ -1,0 +1,1 @@
+"""The engines: frames with their replays, the reentrant variant, and groups of backward calls."""

@@ -1,0 +1,283 @@
+"""Frames and slots: who owns a saved tensor, who may ask for it, and when it is replayed.
+
+Theory. Inside a region autograd is given a `Slot` for every tensor that it wants to save; the tensor itself is let go. A slot
+knows its frame and its number. The frame knows its slots by weak reference only, so everything here lives exactly as
+long as autograd's graph holds a slot, and dies without the garbage collector.
+
+When backward asks for a slot, the frame sees to it that its function has been replayed for the current pass and hands over what the
+slot got. Recovered tensors sit in the slots themselves, under the key of their replay: a slot that dies takes its tensor along,
+at the moment when plain autograd would have freed it.
+
+Rules (numbers as in the contract):
+1. The innermost hooks own a saved tensor: that is how autograd's hook stack works, nothing is done for it here.
+2. A region's inputs go through the hooks around it (`_inputs.py`), so asking for something deep makes the parents replay first.
+3. A replay pushes its own hooks and knows of no others.
+4. A pass is autograd's graph task, or a group of them; outside of any, each access is a pass of its own. What a pass left
+   behind is dropped at its end: autograd calls `_EndOfPass` then, and drops it if the backward fails.
+5, 6, 8. replay.py.
+7. Nothing here refers to an output of the region, nor to a tensor that was computed inside.
+9. Freed graphs have no slots. Inputs are checked by `_inputs.py`; a recovered tensor is compared with its version at the
+   time it was saved, which restores the check that autograd itself leaves out under hooks.
+
+Threads. Two device threads of one backward may ask at once, and two Python threads may run backward over one graph: a frame
+replays under its lock, and locks are taken from inner frames to outer ones only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from recollect import _ambient, _errors
+from recollect._engine.groups import current_group
+from recollect._engine.replay import Replay, run_replay
+from recollect._errors import Signature
+from recollect._inputs import Inputs, find_tensors
+from recollect._torch import at_end_of_pass, current_node, graph_task_id, pop_hooks, push_hooks, top_hooks
+from recollect._verify import OperatorTrace, signature, traces_start_here
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a region behaves; what its user chose."""
+
+    determinism_check: str = "default"
+    early_stop: bool = True
+    debug: bool = False
+    preserve_rng_state: bool = True
+    name: str | None = None
+
+
+class Slot:
+    """The place-holder that autograd holds instead of a saved tensor. Its maker sets `frame` and `index`.
+
+    It holds at most one recovered tensor at a time, for the pass whose `replay` that is. Only if a second pass replays
+    while the first still runs (a backward inside a hook of another, two threads) are earlier ones set aside.
+    """
+
+    # No __init__: calling one costs as much as all the rest of making a slot.
+    __slots__ = ("__weakref__", "_aside", "frame", "index", "replay", "tensor", "version")
+
+    frame: Frame
+    index: int
+    replay: Replay | None
+    tensor: Tensor | None
+    version: int
+    _aside: dict[Replay, tuple[Tensor, int]]
+
+    def set_aside(self) -> None:
+        """Make room for another pass."""
+        if self.replay is not None and self.tensor is not None:
+            if not hasattr(self, "_aside"):
+                self._aside = {}
+            self._aside[self.replay] = (self.tensor, self.version)
+
+    def take_back(self, replay: Replay) -> None:
+        """Let it hold what was set aside for `replay` again; raises if there is nothing, for it was handed over already."""
+        entry = self._aside.pop(replay, None) if hasattr(self, "_aside") else None
+        if entry is None:
+            error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
+            raise error(self.frame.region(), self.index)
+        self.set_aside()
+        self.replay = replay
+        self.tensor, self.version = entry
+
+    def drop(self, replay: Replay) -> None:
+        """Forget what was recovered for `replay`."""
+        if self.replay is replay:
+            self.replay = self.tensor = None
+        elif hasattr(self, "_aside"):
+            self._aside.pop(replay, None)
+
+
+class Frame:
+    """What one call of a checkpointed function owns."""
+
+    __slots__ = (
+        "__weakref__",
+        "_lock",
+        "ambient",
+        "finished",
+        "function",
+        "inputs",
+        "options",
+        "replay_context",
+        "replays",
+        "signatures",
+        "slots",
+        "trace",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: Inputs,
+        ambient: Sequence[_ambient.Part],
+        options: Options,
+        replay_context: contextlib.AbstractContextManager[Any] | None,
+    ) -> None:
+        self.function = function
+        self.inputs = inputs
+        self.ambient = ambient
+        self.options = options
+        self.replay_context = replay_context
+        self.slots: list[weakref.ref[Slot]] = []
+        self.signatures: list[Signature] = []
+        self.finished = False
+        self.trace = OperatorTrace() if options.debug else None
+        self.replays: dict[object, Replay] = {}
+        self._lock = threading.RLock()
+
+    def region(self) -> str:
+        """How messages name it."""
+        return _errors.describe_function(self.function, self.options.name)
+
+    def replay_for(self, slot: Slot) -> Replay:
+        """Replay for the running pass, unless another thread of it was faster."""
+        task = graph_task_id()
+        return self._replay_alone(slot) if task < 0 else self._replay_in_pass(task, slot)
+
+    def _replay_alone(self, slot: Slot) -> Replay:
+        replay = Replay()
+        with self._lock:
+            self._run(replay, only=slot)
+        return replay
+
+    def _replay_in_pass(self, task: int, slot: Slot) -> Replay:
+        with self._lock:
+            replay = self.replays.get(task)
+            if replay is not None and replay.covered > slot.index:
+                return replay
+            group = current_group()
+            replay = self.replays.get(id(group)) if group is not None else None
+            if replay is None or replay.covered <= slot.index:
+                replay = Replay(grouped=group is not None)
+                self._run(replay)
+                if group is not None:
+                    self.replays[id(group)] = replay
+                    group.at_end(_EndOfPass(self, replay))
+            if group is None:
+                at_end_of_pass(_EndOfPass(self, replay))
+            self.replays[task] = replay
+            return replay
+
+    def _run(self, replay: Replay, only: Slot | None = None) -> None:
+        try:
+            run_replay(self, replay, only)
+        except BaseException:
+            self.forget(replay)  # half a replay is none
+            raise
+
+    def forget(self, replay: Replay) -> None:
+        """Drop what `replay` recovered and nobody took."""
+        for key, value in list(self.replays.items()):
+            if value is replay:
+                del self.replays[key]
+        for reference in self.slots:
+            slot = reference()
+            if slot is not None:
+                slot.drop(replay)
+
+
+class _EndOfPass:
+    """Ends a pass for one frame: when autograd or a group calls it, or when they are gone without having called it."""
+
+    __slots__ = ("_frame", "_replay")
+
+    def __init__(self, frame: Frame, replay: Replay) -> None:
+        self._frame: weakref.ref[Frame] | None = weakref.ref(frame)
+        self._replay = replay
+
+    def __call__(self) -> None:
+        frame = self._frame() if self._frame is not None else None
+        self._frame = None
+        if frame is not None:
+            frame.forget(self._replay)
+
+    __del__ = __call__
+
+
+def _unpack(slot: Slot) -> Tensor:
+    """Give autograd the tensor of `slot` for the running pass, once; replay if this pass has not done so yet."""
+    frame = slot.frame
+    replay = frame.replays.get(graph_task_id())
+    if replay is None or replay.covered <= slot.index:
+        replay = frame.replay_for(slot)
+    if slot.replay is not replay:
+        slot.take_back(replay)
+    tensor = slot.tensor
+    slot.replay = slot.tensor = None
+    assert tensor is not None
+    if tensor._version != slot.version:
+        raise _errors.saved_tensor_changed(frame.region(), slot.index, tensor, slot.version, current_node())
+    return tensor
+
+
+_MISSING = object()
+
+
+def run_region(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    contexts: tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]] | None = None,
+) -> Any:
+    """Call `function` as a region: what autograd saves in it becomes slots of a new frame."""
+    tensors, flat = find_tensors(args, kwargs)
+    ambient = _ambient.capture(tensors, preserve_rng_state=options.preserve_rng_state)
+    inputs = Inputs(args, kwargs, tensors, flat, top_hooks())
+    frame = Frame(function, inputs, ambient, options, contexts[1] if contexts is not None else None)
+    signatures, slots = frame.signatures, frame.slots
+    reference = weakref.ref
+
+    def pack(tensor: Tensor) -> Slot:
+        signatures.append(signature(tensor))
+        slot = Slot()
+        slot.frame = frame
+        slot.index = len(slots)
+        slot.replay = None
+        slots.append(reference(slot))
+        return slot
+
+    push_hooks(pack, _unpack)
+    try:
+        if contexts is None and frame.trace is None:
+            result = function(*args, **kwargs)
+        else:
+            result = _call_in_contexts(frame, args, kwargs, contexts[0] if contexts is not None else None)
+    finally:
+        pop_hooks()
+    frame.finished = True
+    inputs.forward_ended(args, kwargs, tensors)
+    _ambient.forward_ended(ambient)
+    return result
+
+
+@traces_start_here
+def _call_in_contexts(
+    frame: Frame,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: contextlib.AbstractContextManager[Any] | None,
+) -> Any:
+    result: Any = _MISSING
+    raised: BaseException | None = None
+    try:
+        with context or contextlib.nullcontext(), frame.trace or contextlib.nullcontext():
+            try:
+                result = frame.function(*args, **kwargs)
+            except BaseException as error:
+                raised = error
+                raise
+        if raised is not None:
+            raise _errors.context_suppressed(frame.region()) from raised
+    finally:
+        raised = None  # a traceback that holds this frame must not be held by it
+    return result

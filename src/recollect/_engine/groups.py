@@ -1,0 +1,64 @@
+"""Groups: several backward calls that count as one pass, so that they share each replay.
+
+A group is carried in torch's own thread-local state, because autograd's device threads see that and do not see Python's.
+It owns the end of its pass: what its replays recovered and nobody took is dropped when the group object dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+
+from recollect._torch import drop_from_thread_state, find_in_thread_state, stash_in_thread_state
+
+_KEY = "recollect.group"
+
+
+class GraphExecGroup:
+    """Backward calls under one instance share one replay of each region. They must cover disjoint parts of the graph.
+
+    Example:
+        >>> import torch, recollect
+        >>> from recollect.dropin import GraphExecGroup
+        >>> calls = []
+        >>> def block(a, b):
+        ...     calls.append(1)
+        ...     return a.exp(), b.sin().exp()
+        >>> a, b = (torch.ones(2, requires_grad=True) for _ in range(2))
+        >>> x, y = recollect.checkpoint(block, a, b)
+        >>> with GraphExecGroup():
+        ...     x.sum().backward()
+        ...     y.sum().backward()
+        >>> len(calls)  # one forward, one replay
+        2
+    """
+
+    __slots__ = ("__weakref__", "_at_end")
+
+    def __init__(self) -> None:
+        self._at_end: list[Callable[[], None]] = []
+
+    def __enter__(self) -> GraphExecGroup:
+        if current_group() is not None:
+            raise RuntimeError("GraphExecGroup contexts cannot be nested: leave the one that is in force first")
+        stash_in_thread_state(_KEY, self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        drop_from_thread_state(_KEY)
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called when this group is gone."""
+        self._at_end.append(callback)
+
+    def __del__(self) -> None:
+        for callback in self._at_end:
+            callback()
+
+
+def current_group() -> GraphExecGroup | None:
+    """The group whose backward runs in this thread."""
+    group: GraphExecGroup | None = find_in_thread_state(_KEY)
+    return group

@@ -1,0 +1,76 @@
+"""The reentrant variant: forward without a graph; backward runs the function again with one and backpropagates through it.
+
+It keeps no slots and compares nothing: the function is an autograd Function of its own, its tensor arguments are saved through
+autograd, and a second backward inside the first does the work. So it sees only tensors that are arguments themselves, and only
+a whole `.backward()`. Ambient state is restored as for frames.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recollect import _ambient, _errors
+from recollect._torch import is_plain_backward
+
+
+def check_backward_validity(inputs: Iterable[Any]) -> None:
+    """Warn if no gradient can flow through a reentrant region that gets these inputs."""
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+        warnings.warn(
+            "None of the inputs have requires_grad=True. Gradients will be None: the reentrant variant passes gradients only to "
+            "tensors among its arguments. Pass use_reentrant=False, or let an input require grad",
+            stacklevel=2,
+        )
+
+
+def detach_variable(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Each tensor detached, with its own `requires_grad`; everything else as it is."""
+    if not isinstance(inputs, tuple):
+        raise _errors.only_tuples(inputs)
+    return tuple(
+        value.detach().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value for value in inputs
+    )
+
+
+class CheckpointFunction(torch.autograd.Function):
+    """`CheckpointFunction.apply(function, preserve_rng_state, *args)`."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        check_backward_validity(args)
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        ctx.function = function
+        ctx.ambient = _ambient.capture(tensors, preserve_rng_state=bool(preserve_rng_state))
+        ctx.others = tuple(None if isinstance(value, Tensor) else value for value in args)
+        ctx.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
+        ctx.save_for_backward(*tensors)
+        with torch.no_grad():
+            result = function(*args)
+        _ambient.forward_ended(ctx.ambient)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if not is_plain_backward():
+            raise _errors.reentrant_partial_backward()
+        values = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            values[place] = tensor
+        detached = detach_variable(tuple(values))
+        with _ambient.restored(ctx.ambient), torch.enable_grad():
+            result = ctx.function(*detached)
+        results = (result,) if isinstance(result, Tensor) else result
+        pairs = [
+            (value, grad)
+            for value, grad in zip(results, grads, strict=True)
+            if isinstance(value, Tensor) and value.requires_grad
+        ]
+        if not pairs:
+            raise _errors.reentrant_without_grad()
+        torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+        return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in detached))

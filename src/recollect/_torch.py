@@ -1,0 +1,230 @@
+"""The only file that touches private names of torch.
+
+Each name says since when torch has it and what happens where it is missing. "Checked" means that this
+project's tests ran on that version of torch. Nothing here holds state of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.modules.module as _modules
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # since 1.13, documented since 2.0
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_autograd = torch._C._autograd  # type: ignore[attr-defined]
+
+# Saved-tensor hooks of this thread, the innermost last. Since 1.10; the public `saved_tensors_hooks` calls them
+# and costs five times as much. Missing: ImportError-like AttributeError at import, there is no engine without them.
+push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
+push_hooks = _autograd._push_saved_tensors_default_hooks
+pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+
+
+def top_hooks() -> Hooks | None:
+    """The innermost saved-tensor hooks of this thread, or None. Since 2.1, checked on 2.11 and 2.13."""
+    hooks: Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+# Which backward call runs in this thread, -1 outside of any. Since 1.13. Autograd never uses a number twice.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+# The node whose backward runs in this thread, or None. Since 2.0.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+# Autograd numbers its nodes as it makes them, so an unmoved number means that the same operator still runs. Since 1.13.
+sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+# `torch.set_grad_enabled` without the cost of a context manager. Since 1.0.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# Whether autocast is on for any device type. Since 2.4; costs a fifth of asking for each type.
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+# How many torch-function modes this thread has: without any, no default device can be in force. Since 2.0.
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+# Hides a tensor subclass's __torch_function__. Since 2.0.
+without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+
+
+def at_end_of_pass(callback: Callable[[], None]) -> None:
+    """Have the running backward call `callback` at its end.
+
+    A backward that fails drops the callback without calling it. Since 0.4, used by FSDP and DDP.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def is_plain_backward() -> bool:
+    """False under `torch.autograd.grad` and `backward(inputs=...)`. Since 0.4."""
+    return bool(torch.autograd._is_checkpoint_valid())
+
+
+# An object that travels with torch's own thread-local state, so that autograd's device threads see it. Since 2.0.
+def stash_in_thread_state(key: str, value: object) -> None:
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def drop_from_thread_state(key: str) -> None:
+    torch._C._remove_obj_from_tls(key)  # type: ignore[attr-defined]
+
+
+def find_in_thread_state(key: str) -> Any:
+    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+
+
+def default_device() -> torch.device | None:
+    """The device that `torch.device(...)` as a context or `torch.set_default_device` put in force in this thread.
+
+    `torch.get_default_device` is not enough: it cannot tell "none" from "cpu" and makes a tensor to find an index.
+    DeviceContext is since 2.0.
+    """
+    if not function_mode_count():
+        return None
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device
+    return None
+
+
+def accelerator_module(device_type: str) -> Any:
+    """`torch.cuda` for "cuda" and so on; None for a type without a module of its own (cpu counts as without)."""
+    if device_type in ("cpu", "meta"):
+        return None
+    try:
+        return torch.get_device_module(device_type)
+    except RuntimeError:
+        return None
+
+
+def is_initialised(module: Any) -> bool:
+    """Whether an accelerator has been set up in this process.
+
+    `is_initialized` is public where it exists; `_initialized` is the older spelling. A module with neither
+    (torch.mps) needs no setting up.
+    """
+    asked = getattr(module, "is_initialized", None)
+    if asked is not None:
+        return bool(asked())
+    return bool(getattr(module, "_initialized", True))
+
+
+def nested_sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What stands for the shape of a nested tensor, equal for equal contents of separate constructions.
+
+    A jagged shape names its ragged dimension by a number that is new for every construction, and a strided one has
+    no shape at all. `_values` since 2.1, `_nested_tensor_size` since 1.13.
+    """
+    if tensor.layout == torch.jagged:
+        return (tensor.dim(), tuple(tensor._values.shape))  # type: ignore[attr-defined]
+    sizes = tensor._nested_tensor_size()
+    return (tensor.dim(), tuple(map(tuple, sizes.tolist())))
+
+
+def is_stock_noop_context_fn(function: object) -> bool:
+    """Programs pass torch's own default explicitly; it means "no contexts" here too."""
+    stock = sys.modules.get("torch.utils.checkpoint")
+    return stock is not None and function is getattr(stock, "noop_context_fn", None)
+
+
+# --- A tensor that nobody but the running operator holds ---
+
+
+def _references_to_an_operators_own_tensor() -> int:
+    """What `sys.getrefcount` says in a pack hook about a tensor that only the operator in C++ knows.
+
+    It depends on the versions of Python and torch, so it is measured once, on the indices that `max` saves. Where
+    measuring fails, every count passes: the engine then runs an operator more than it must, never one too few.
+    """
+    counts: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        counts.append(sys.getrefcount(tensor))
+        return tensor
+
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            probe = torch.zeros(2, device="cpu", requires_grad=True)
+            push_hooks(pack, lambda packed: packed)
+            try:
+                probe.max(0)
+            finally:
+                pop_hooks()
+    except Exception:
+        counts.clear()
+    return counts[0] if counts else sys.maxsize
+
+
+OWN_REFERENCES = _references_to_an_operators_own_tensor()
+
+
+def may_be_unfilled(tensor: torch.Tensor) -> bool:
+    """Whether a packed tensor without grad, held by its operator alone, may be memory that is yet to be written.
+
+    `rrelu` packs its noise before the kernel writes it. Such memory is dense, floating, no view, and at version 0
+    (dropout on the CPU draws into its mask first, which moves the version).
+    """
+    return tensor._version == 0 and tensor.is_floating_point() and tensor._base is None
+
+
+# --- Modules that a stop cuts short ---
+
+_CALL_IMPL = torch.nn.Module._call_impl.__code__
+
+
+def run_cut_short_hooks(traceback: TracebackType | None) -> None:
+    """Run the `always_call` forward hooks of the modules whose calls `traceback` left, innermost first.
+
+    `Module.__call__` does it by itself for an Exception only. Reads the locals of `Module._call_impl`, called so since
+    2.0 and unchanged in 2.11 to 2.15: `self`, `args`, `kwargs`, `result` and `called_always_called_hooks`. Where a name is
+    missing the module is passed over.
+    """
+    calls = []
+    while traceback is not None:
+        if traceback.tb_frame.f_code is _CALL_IMPL:
+            calls.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    for frame in reversed(calls):
+        values = frame.f_locals
+        done = values.get("called_always_called_hooks")
+        if done is None:  # a module without hooks
+            continue
+        module, args, kwargs, result = values["self"], values["args"], values["kwargs"], values.get("result")
+        hooks = [
+            (hook, False)
+            for key, hook in _modules._global_forward_hooks.items()
+            if key in _modules._global_forward_hooks_always_called and key not in done
+        ] + [
+            (hook, key in module._forward_hooks_with_kwargs)
+            for key, hook in module._forward_hooks.items()
+            if key in module._forward_hooks_always_called and key not in done
+        ]
+        for hook, with_kwargs in hooks:
+            try:
+                changed = hook(module, args, kwargs, result) if with_kwargs else hook(module, args, result)
+            except Exception as error:
+                warnings.warn(
+                    f"an always_call forward hook of {type(module).__name__} raised {error!r} "
+                    "while a replay was being stopped; the replay is complete and goes on",
+                    stacklevel=2,
+                )
+            else:
+                result = result if changed is None else changed
+
+
+# --- Where user code is ---
+
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(file)) + os.sep for file in (torch.__file__, __file__) if file is not None
+)
+
+
+def is_library_file(filename: str) -> bool:
+    """Whether a Python file belongs to torch or to recollect rather than to the user."""
+    return filename.startswith(_LIBRARIES) or filename.startswith("<frozen")

@@ -1,0 +1,159 @@
+"""What is compared between a forward and its replay: tensor signatures always, operator traces under `debug=True`.
+
+A signature is a tuple of shape, dtype and device: cheap enough for every saved tensor. A trace is a list of the operators
+that a function ran, with the line of user code and the module each came from; taking one costs a dispatch mode and a walk over
+the Python stack per operator, so it is taken only when asked for. `first_difference` says where two traces part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from recollect import _errors
+from recollect._errors import Signature
+from recollect._torch import TorchDispatchMode, is_library_file, nested_sizes, without_torch_function
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def signature(tensor: Tensor) -> Signature:
+    """Shape, dtype and device, read without waking a subclass's `__torch_function__`."""
+    if type(tensor) in _PLAIN:
+        try:
+            return (tensor.shape, tensor.dtype, tensor.device)
+        except RuntimeError:  # a nested tensor of strided layout has no shape
+            pass
+    with without_torch_function():
+        shape = nested_sizes(tensor) if tensor.is_nested else tensor.shape
+        return (shape, tensor.dtype, tensor.device)
+
+
+class Operator(NamedTuple):
+    """One operator of a trace."""
+
+    name: str
+    results: tuple[str, ...]
+    module: str
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        place = f" in {self.module}" if self.module else ""
+        return f"{self.name} -> {', '.join(self.results) or 'nothing'}{place}"
+
+    @property
+    def where(self) -> str:
+        """The line of user code that ran it."""
+        return self.lines[-1] if self.lines else "no line of user code"
+
+
+class OperatorTrace(TorchDispatchMode):
+    """Records every operator that runs under it. It runs none of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Operator] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Noted before it runs, so that an operator that fails or that a stop cuts off is there too.
+        place = len(self.operators)
+        module, lines = _user_code(sys._getframe(1))
+        self.operators.append(Operator(str(func), ("did not finish",), module, lines))
+        result = func(*args, **(kwargs or {}))
+        self.operators[place] = self.operators[place]._replace(results=_summarise(result))
+        return result
+
+
+def _summarise(result: Any) -> tuple[str, ...]:
+    values = result if isinstance(result, (tuple, list)) else (result,)
+    return tuple(_errors.describe_tensor(value) for value in values if isinstance(value, Tensor))
+
+
+_BOUNDARIES: set[CodeType] = set()
+
+
+def traces_start_here(function: F) -> F:
+    """Mark what calls a region's function: what lies further out is the same for all its operators."""
+    _BOUNDARIES.add(function.__code__)  # type: ignore[attr-defined]
+    return function
+
+
+_FORWARD_CALL = torch.nn.Module._call_impl.__code__.co_name
+
+
+def _user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
+    """The module path and the lines of user code that `frame` was called from, outermost first."""
+    lines: list[str] = []
+    modules: list[torch.nn.Module] = []
+    while frame is not None and frame.f_code not in _BOUNDARIES:
+        code = frame.f_code
+        if not is_library_file(code.co_filename):
+            lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
+        elif code.co_name == _FORWARD_CALL and isinstance(frame.f_locals.get("self"), torch.nn.Module):
+            modules.append(frame.f_locals["self"])
+        frame = frame.f_back
+    return _module_path(modules[::-1]), tuple(reversed(lines))
+
+
+def _module_path(modules: Sequence[torch.nn.Module]) -> str:
+    """`Block.attn.proj` from the modules whose calls are open, outermost first."""
+    if not modules:
+        return ""
+    path = type(modules[0]).__name__
+    for outer, inner in pairwise(modules):
+        name = next((name for name, module in outer.named_modules() if module is inner), None)
+        path += f".{name}" if name else f".{type(inner).__name__}"
+    return path
+
+
+def first_difference(forward: Sequence[Operator], replay: Sequence[Operator], *, stopped: bool) -> str:
+    """Where two traces part, in a few lines; then both lists."""
+    index = next(
+        (i for i, (then, now) in enumerate(zip(forward, replay, strict=False)) if then[:2] != now[:2]),
+        min(len(forward), len(replay)),
+    )
+    return "\n".join(
+        [
+            "",
+            _errors.DEBUG_NOTE + ".",
+            *_parting(forward, replay, index, stopped),
+            "",
+            f"Operators of the forward ({len(forward)}):",
+            *_listing(forward),
+            "",
+            f"Operators of the replay ({len(replay)}{', stopped early' if stopped else ''}):",
+            *_listing(replay),
+        ]
+    )
+
+
+def _parting(forward: Sequence[Operator], replay: Sequence[Operator], index: int, stopped: bool) -> list[str]:
+    if index == len(replay) and (stopped or index == len(forward)):
+        return [
+            f"The replay ran the same {index} operators as the forward, with results of the same shapes and dtypes."
+        ]
+    lines = [f"The first {index} operators are the same. Then they part, at operator {index}:"]
+    for name, trace in (("forward", forward), ("replay", replay)):
+        if index < len(trace):
+            lines += [f"  {name}: {trace[index]}", f"           at {trace[index].where}"]
+        else:
+            lines.append(f"  {name}: no further operator")
+    return lines
+
+
+def _listing(trace: Sequence[Operator]) -> list[str]:
+    lines = []
+    for index, operator in enumerate(trace):
+        lines.append(f"  {index:4d} {operator}")
+        lines += [f"         at {line}" for line in operator.lines]
+    return lines

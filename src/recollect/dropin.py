@@ -1,0 +1,135 @@
+"""`torch.utils.checkpoint`, name for name: change the import and nothing else.
+
+The behaviour is that of PyTorch 2.11 where it is a contract, and better where it is silent. The engine is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from recollect import _checkpoint, _errors
+from recollect._ambient import DefaultDeviceType, get_device_states, set_device_states
+from recollect._ambient import infer_device_type as _infer_device_type
+from recollect._checkpoint import (
+    ContextFn,
+    chosen_variant,
+    noop_context_fn,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
+from recollect._engine.groups import GraphExecGroup
+from recollect._engine.reentrant import CheckpointFunction, check_backward_validity, detach_variable
+from recollect._errors import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointFunction",
+    "DefaultDeviceType",
+    "GraphExecGroup",
+    "_infer_device_type",
+    "check_backward_validity",
+    "checkpoint",
+    "checkpoint_sequential",
+    "detach_variable",
+    "get_device_states",
+    "noop_context_fn",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
+    "set_device_states",
+]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """`recollect.checkpoint` with PyTorch's default for `use_reentrant`: None, which warns and means True.
+
+    Example:
+        >>> import torch
+        >>> from recollect.dropin import checkpoint
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+        >>> torch.equal(x.grad, x.cos())
+        True
+    """
+    return _checkpoint.checkpoint(
+        function,
+        *args,
+        use_reentrant=use_reentrant if use_reentrant is not None else chosen_variant(None, stacklevel=2),
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        **kwargs,
+    )
+
+
+def checkpoint_sequential(
+    functions: torch.nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Run a chain in `segments` pieces, each but the last of which is a region.
+
+    Args:
+        functions: An `nn.Sequential`, or anything with a length and indexing.
+        segments: How many pieces; `len(functions) // segments` functions each, the rest goes to the last.
+        input: What the first function gets.
+        use_reentrant: As for `checkpoint`.
+        **kwargs: `preserve_rng_state` only.
+
+    Returns:
+        What the last function returns.
+
+    Example:
+        >>> import torch
+        >>> from recollect.dropin import checkpoint_sequential
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4))
+        >>> y = checkpoint_sequential(model, 3, torch.ones(2, 4), use_reentrant=False)
+        >>> torch.equal(y, model(torch.ones(2, 4)))
+        True
+    """
+    if use_reentrant is not None and not isinstance(use_reentrant, bool):
+        raise TypeError(
+            f"use_reentrant must be None, True or False, got {_errors.describe_value(use_reentrant)}: "
+            "checkpoint_sequential takes one input, so pass several as one tuple"
+        )
+    reentrant = chosen_variant(use_reentrant, stacklevel=2)
+    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
+    if kwargs:
+        raise _errors.unexpected_keywords(list(kwargs))
+    if isinstance(segments, bool) or not isinstance(segments, int):
+        raise TypeError(f"segments must be a whole number, got {_errors.describe_value(segments)}")
+    chain = [functions[position] for position in range(len(functions))]
+    if not 1 <= segments <= len(chain):
+        raise ValueError(f"segments must be from 1 to {len(chain)}, the number of functions, got {segments}")
+
+    size = len(chain) // segments
+    for start in range(0, size * (segments - 1), size):
+        piece = _Piece(chain[start : start + size])
+        input = _checkpoint.checkpoint(piece, input, use_reentrant=reentrant, preserve_rng_state=preserve_rng_state)
+    return _Piece(chain[size * (segments - 1) :])(input)
+
+
+class _Piece:
+    """Some functions in a row, as one."""
+
+    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+        self._functions = functions
+
+    def __call__(self, value: Any) -> Any:
+        for function in self._functions:
+            value = function(value)
+        return value
