@@ -1,9 +1,9 @@
 """What does a region cost, and what does a saved tensor cost, beyond the work itself?
 
-A chain of n `sin` on 8 floats, one thread, forward plus backward. The work itself is "forward twice and backward once" of
-the plain chain; overhead is what exceeds it. A straight line through the overheads gives the cost per saved tensor (slope) and
-per region (what is left at n = 0). Contestants run interleaved in one process, in a new random order every round: in a
-fixed order whoever runs after the slowest looks worse than it is.
+A chain of n `sin` on 8 floats, one thread, forward plus backward. The work itself is "forward twice and backward
+once" of the plain chain; overhead is what exceeds it. A straight line through the overheads gives the cost per
+saved tensor (slope) and per region (what is left at n = 0). Contestants run interleaved in one process, in a new
+random order every round: in a fixed order whoever runs after the slowest looks worse than it is.
 
     python benchmarks/overhead.py [--rounds 300] [--json overhead.json]
 """

@@ -1,12 +1,13 @@
 """Ambient state: what a function reads without being given it. Captured in the forward, in force again in the replay.
 
 Parts: random generators, autocast, the default device, the accelerator's device and stream. Each part has one
-method, `restore`: put the captured state in force and return how to undo that, or return None if it is in force already.
-That is judged at the replay, never assumed from the forward. A part that could not matter is not made at all.
+method, `restore`: put the captured state in force and return how to undo that, or return None if it is in force
+already. That is judged at the replay, never assumed from the forward. A part that could not matter is not made at
+all.
 
-Random numbers are exact: every replay starts from the state at the region's entry, and the surrounding state is put back
-however the replay ends. Whether the region drew anything is not asked, because an unmoved generator does not tell
-(`torch.random.fork_rng` inside a region); setting a CPU generator costs less than a comparison.
+Random numbers are exact: every replay starts from the state at the region's entry, and the surrounding state is put
+back however the replay ends. Whether the region drew anything is not asked, because an unmoved generator does not
+tell (`torch.random.fork_rng` inside a region); setting a CPU generator costs less than a comparison.
 
 Grad mode is not here: a replay always runs with it on.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -56,15 +57,22 @@ def capture(tensors: Sequence[Tensor], *, preserve_rng_state: bool) -> list[Part
     return parts
 
 
-@contextlib.contextmanager
-def restored(parts: Sequence[Part]) -> Iterator[None]:
-    """The state of `parts` in force; what was in force before is put back at the end."""
-    with contextlib.ExitStack() as stack:
-        for part in parts:
-            undo = part.restore()
-            if undo is not None:
-                stack.callback(undo)
-        yield
+def restore(parts: Sequence[Part], undo: list[Undo]) -> None:
+    """Put the state of `parts` in force; what puts back the state before is added to `undo`, also if this fails."""
+    for part in parts:
+        step = part.restore()
+        if step is not None:
+            undo.append(step)
+
+
+def undo_all(steps: list[Undo]) -> None:
+    """Run all steps, the last first, whatever some of them raise."""
+    while steps:
+        try:
+            steps.pop()()
+        except BaseException:
+            undo_all(steps)
+            raise
 
 
 def forward_ended(parts: Sequence[Part]) -> None:
@@ -118,14 +126,18 @@ def _current_index(module: Any) -> int:
     return int(module.current_device()) if hasattr(module, "current_device") else 0
 
 
+def _is_mps(module: Any) -> bool:
+    return bool(module is torch.mps)
+
+
 def _get_state(module: Any, index: int) -> Tensor:
     # torch.mps has one device and takes no index.
-    state: Tensor = module.get_rng_state() if module is getattr(torch, "mps", None) else module.get_rng_state(index)
+    state: Tensor = module.get_rng_state() if _is_mps(module) else module.get_rng_state(index)
     return state
 
 
 def _set_state(module: Any, index: int, state: Tensor) -> None:
-    if module is getattr(torch, "mps", None):
+    if _is_mps(module):
         module.set_rng_state(state)
     else:
         module.set_rng_state(state, index)
@@ -263,7 +275,8 @@ def _device_type_of(tensors: Iterable[Tensor]) -> str:
         return next(iter(types))
     chosen = "cuda" if "cuda" in types else next(iter(types))
     warnings.warn(
-        "Tensor arguments, excluding CPU tensors, are detected on at least two types of devices. Random state and autocast are "
+        "Tensor arguments, excluding CPU tensors, are detected on at least two types of devices. Random state and "
+        "autocast are "
         f"kept for one type only: {chosen}. Device types: {sorted(types)} first device type: {next(iter(types))}",
         stacklevel=2,
     )

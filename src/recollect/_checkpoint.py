@@ -115,17 +115,13 @@ def _contexts(context_fn: ContextFn) -> Contexts | None:
     return got[0], got[1]
 
 
-_RUN_LATER = {
-    types.GeneratorType: "generator",
-    types.CoroutineType: "coroutine",
-    types.AsyncGeneratorType: "async generator",
-}
+_RUN_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
 def _refuse_to_run_later(function: Callable[..., Any], result: Any) -> None:
     if isinstance(result, types.CoroutineType):
         result.close()  # or Python warns that it was never awaited
-    raise _errors.runs_later(function, _RUN_LATER[type(result)])
+    raise _errors.runs_later(function, type(result).__name__.replace("_", " "))
 
 
 def _refuse_if_it_runs_later(function: Callable[..., Any]) -> None:
@@ -148,7 +144,7 @@ def _run(
         result = run_region(function, args, kwargs, _overridden(options), contexts)
     else:
         result = function(*args, **kwargs)
-    if type(result) in _RUN_LATER:
+    if isinstance(result, _RUN_LATER):
         _refuse_to_run_later(function, result)
     return result
 
@@ -169,8 +165,8 @@ def _run_reentrant(
         given.append("debug")
     if given:
         raise _errors.only_non_reentrant(given)
-    result = CheckpointFunction.apply(function, preserve_rng_state, *args)  # type: ignore[no-untyped-call]
-    if type(result) in _RUN_LATER:
+    result = CheckpointFunction.apply(function, preserve_rng_state, *args)
+    if isinstance(result, _RUN_LATER):
         _refuse_to_run_later(function, result)
     return result
 
@@ -179,7 +175,8 @@ def chosen_variant(use_reentrant: bool | None, *, stacklevel: int) -> bool:
     """Whether to take the reentrant variant; warns the caller `stacklevel` above who left it open."""
     if use_reentrant is None:
         warnings.warn(
-            "the use_reentrant parameter should be passed explicitly: without it the reentrant variant is taken, as PyTorch does.\n"
+            "the use_reentrant parameter should be passed explicitly: without it the reentrant variant is taken, as "
+            "PyTorch does.\n"
             "Pass use_reentrant=False, which supports keyword arguments, torch.autograd.grad and nested structures, or "
             "use_reentrant=True to keep what you have",
             UserWarning,
@@ -202,16 +199,14 @@ def checkpoint(
 ) -> R:
     """Call `function` and recompute in backward what autograd would have saved in it.
 
-    Args:
-        function: What to run. Its result, of any structure, is returned.
-        *args: Its arguments. Tensors in lists, tuples, dicts and dataclasses count as inputs too.
-        use_reentrant: Take the reentrant variant, for programs that rely on it.
-        context_fn: Called once; gives a context manager for the forward and one for the replays.
-        determinism_check: "default" compares shape, dtype and device of every recovered tensor with the original, "none" does not.
-        debug: Let errors list the operators of the forward and of the replay, and where they part. Slow.
-        early_stop: Stop a replay as soon as everything that is still needed has been recovered.
-        preserve_rng_state: Let a replay draw the random numbers that the forward drew.
-        **kwargs: Every other keyword goes to `function`.
+    Args: function: What to run. Its result, of any structure, is returned. *args: Its arguments. Tensors in lists,
+        tuples, dicts and dataclasses count as inputs too. use_reentrant: Take the reentrant variant, for programs
+        that rely on it. context_fn: Called once; gives a context manager for the forward and one for the replays.
+        determinism_check: "default" compares shape, dtype and device of every recovered tensor with the original,
+        "none" does not. debug: Let errors list the operators of the forward and of the replay, and where they part.
+        Slow. early_stop: Stop a replay as soon as everything that is still needed has been recovered.
+        preserve_rng_state: Let a replay draw the random numbers that the forward drew. **kwargs: Every other
+        keyword goes to `function`.
 
     Returns:
         What `function` returns.
@@ -233,6 +228,9 @@ def checkpoint(
     else:
         result = _run(function, args, kwargs, options, context_fn)
     return result
+
+
+_OPTION_NAMES = ("determinism_check", "debug", "early_stop", "preserve_rng_state", "context_fn", "name")
 
 
 @overload
@@ -259,9 +257,6 @@ def remat(
     context_fn: ContextFn = ...,
     name: str | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-
-
-_OPTION_NAMES = ("determinism_check", "debug", "early_stop", "preserve_rng_state", "context_fn", "name")
 
 
 def remat(

@@ -89,8 +89,10 @@ def bad_contexts(got: object) -> TypeError:
 
 def runs_later(function: Callable[..., Any], kind: str) -> TypeError:
     return TypeError(
-        f"function gave a {kind}: {describe_function(function)} does its work only when that is run, which would be after its "
-        "region has ended, so nothing of it could be recomputed. Checkpoint a function that computes its result when called"
+        f"function gave a {kind}: {describe_function(function)} does its work only when that is run, which would be "
+        "after its "
+        "region has ended, so nothing of it could be recomputed. Checkpoint a function that computes its result "
+        "when called"
     )
 
 
@@ -99,14 +101,16 @@ def runs_later(function: Callable[..., Any], kind: str) -> TypeError:
 
 def context_suppressed(region: str) -> RuntimeError:
     return RuntimeError(
-        f"context_fn suppressed the exception that the forward of {region} raised: its first context manager's __exit__ "
+        f"context_fn suppressed the exception that the forward of {region} raised: its first context manager's "
+        "__exit__ "
         "returned a true value, and a region without a result cannot go on"
     )
 
 
 def initialised_in_forward(device_type: str) -> RuntimeError:
     return RuntimeError(
-        f"the accelerator {device_type!r} was initialised inside the forward of a checkpointed region that preserves RNG state, "
+        f"the accelerator {device_type!r} was initialised inside the forward of a checkpointed region that preserves "
+        "RNG state, "
         "too late to record its random state at the region's start. Initialise it before the region "
         f"(torch.empty(1, device={device_type!r})), or pass preserve_rng_state=False"
     )
@@ -116,7 +120,8 @@ def input_changed(region: str, what: str, *, by_region: bool) -> CheckpointError
     who = "by the region itself" if by_region else "after the region's forward had begun"
     return CheckpointError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{what}. It is an input of the checkpointed region {region}, changed {who}, and the replay would start from the "
+        f"{what}. It is an input of the checkpointed region {region}, changed {who}, and the replay would start from "
+        "the "
         "changed values. Use the out-of-place operator, or pass a clone"
     )
 
@@ -125,8 +130,10 @@ def saved_tensor_changed(region: str, index: int, tensor: Tensor, version: int, 
     operator = f"that {_node_name(node)} saved " if node is not None else ""
     return CheckpointError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"the tensor {operator}({describe_tensor(tensor)}, saved tensor {index} of the checkpointed region {region}) is at version "
-        f"{tensor._version} instead of {version}: the function changed it after an operator had saved it. Plain autograd "
+        f"the tensor {operator}({describe_tensor(tensor)}, saved tensor {index} of the checkpointed region {region}) "
+        "is at version "
+        f"{tensor._version} instead of {version}: the function changed it after an operator had saved it. Plain "
+        "autograd "
         "refuses this too. Use the out-of-place operator, or change a clone; debug=True lists the operators"
     )
 
@@ -141,7 +148,8 @@ def _node_name(node: Any) -> str:
 def unpacked_twice(region: str, index: int) -> CheckpointError:
     return CheckpointError(
         "Unpack is being triggered for a tensor that was already unpacked once in this backward: "
-        f"saved tensor {index} of the checkpointed region {region}. Recovered tensors are freed as soon as they are used. A custom "
+        f"saved tensor {index} of the checkpointed region {region}. Recovered tensors are freed as soon as they are "
+        "used. A custom "
         "autograd Function must read ctx.saved_tensors once and keep the result in a local variable"
     )
 
@@ -149,7 +157,8 @@ def unpacked_twice(region: str, index: int) -> CheckpointError:
 def groups_overlap(region: str, index: int) -> CheckpointError:
     return CheckpointError(
         "Performing two backward calls that overlap, that is, need the same saved tensor, is not possible under one "
-        f"GraphExecGroup: saved tensor {index} of the checkpointed region {region} was already used. Give each call inputs= that "
+        f"GraphExecGroup: saved tensor {index} of the checkpointed region {region} was already used. Give each call "
+        "inputs= that "
         "lead through disjoint parts of the graph, or run one of them outside of the group"
     )
 
@@ -160,16 +169,20 @@ _NEXT_STEP = "Pass debug=True to see the operators of both and the first place w
 def fewer_saved(region: str, forward: int, replay: int, details: str) -> CheckpointError:
     return CheckpointError(
         "A different number of tensors was saved in the forward and in the replay of the checkpointed region "
-        f"{region}: {forward} in the forward, {replay} in the replay. The function did not take the same path twice: look for "
-        f"a condition on something that changed in between (a global, a counter, train/eval, the time).{details or ' ' + _NEXT_STEP}"
+        f"{region}: {forward} in the forward, {replay} in the replay. The function did not take the same path twice: "
+        "look for "
+        "a condition on something that changed in between (a global, a counter, train/eval, the "
+        f"time).{details or ' ' + _NEXT_STEP}"
     )
 
 
 def more_saved(region: str, forward: int, replay: int, details: str) -> CheckpointError:
     return CheckpointError(
         f"trying to save more tensors during recomputation than in the forward of the checkpointed region {region}: "
-        f"{forward} in the forward, {replay} in the replay. The function did not take the same path twice: look for a condition "
-        f"on something that changed in between (a global, a counter, train/eval, the time).{details or ' ' + _NEXT_STEP}"
+        f"{forward} in the forward, {replay} in the replay. The function did not take the same path twice: look for "
+        "a condition "
+        "on something that changed in between (a global, a counter, train/eval, the "
+        f"time).{details or ' ' + _NEXT_STEP}"
     )
 
 
@@ -177,7 +190,8 @@ def different_metadata(
     region: str, mismatches: Sequence[tuple[int, Signature, Signature]], total: int, details: str
 ) -> CheckpointError:
     lines = [
-        f"  saved tensor {index} of {total}: {describe_signature(then)} in the forward, {describe_signature(now)} in the replay"
+        f"  saved tensor {index} of {total}: {describe_signature(then)} in the forward, {describe_signature(now)} in "
+        "the replay"
         for index, then, now in mismatches[:10]
     ]
     if len(mismatches) > 10:
@@ -198,14 +212,16 @@ DEBUG_NOTE = (
 
 def reentrant_partial_backward() -> RuntimeError:
     return RuntimeError(
-        "use_reentrant=True of torch.utils.checkpoint is incompatible with torch.autograd.grad() and with backward(inputs=...): "
+        "use_reentrant=True of torch.utils.checkpoint is incompatible with torch.autograd.grad() and with "
+        "backward(inputs=...): "
         "it runs a whole backward of its own inside. Pass use_reentrant=False"
     )
 
 
 def reentrant_without_grad() -> RuntimeError:
     return RuntimeError(
-        "none of output has requires_grad=True, this checkpoint() is not necessary: in the replay no output of the function "
+        "none of output has requires_grad=True, this checkpoint() is not necessary: in the replay no output of the "
+        "function "
         "depended on anything that needs grad"
     )
 

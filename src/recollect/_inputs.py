@@ -5,9 +5,9 @@ Rules (numbers as in the contract's replay rules):
   back through them, so that a parent owns what its inner regions take. Without hooks the tensors are simply held.
 - 9: a tensor that was changed in place since the forward began makes a replay impossible: an error that names it.
 
-Tensors are found in lists, tuples, dicts and dataclasses at any depth. A container is rebuilt for each replay as it was when
-the forward began, so a function that appends to a list it was given does so once. Other objects pass through as
-they are.
+Tensors are found in lists, tuples, dicts and dataclasses at any depth. A container is rebuilt for each replay as it
+was when the forward began, so a function that appends to a list it was given does so once. Other objects pass
+through as they are.
 
 This is not a general tree library: it knows the containers that arguments are made of, and leaves others alone.
 """
@@ -71,7 +71,9 @@ def find_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Te
 
 
 def rebuild(value: Any, leaf: type, replace: Callable[[Any], Any], seen: frozenset[int] = frozenset()) -> Any:
-    """`value` with every `leaf` in it replaced; containers around a leaf are new, everything else is the same object."""
+    """`value` with every `leaf` in it replaced; containers around a leaf are new, everything else is the same "
+    "object.
+    """
     if isinstance(value, leaf):
         return replace(value)
     kind = type(value)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-_autograd = torch._C._autograd  # type: ignore[attr-defined]
+_autograd = torch._C._autograd
 
 # Saved-tensor hooks of this thread, the innermost last. Since 1.10; the public `saved_tensors_hooks` calls them
 # and costs five times as much. Missing: ImportError-like AttributeError at import, there is no engine without them.
@@ -55,7 +55,7 @@ def at_end_of_pass(callback: Callable[[], None]) -> None:
 
     A backward that fails drops the callback without calling it. Since 0.4, used by FSDP and DDP.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_plain_backward() -> bool:
@@ -69,7 +69,7 @@ def stash_in_thread_state(key: str, value: object) -> None:
 
 
 def drop_from_thread_state(key: str) -> None:
-    torch._C._remove_obj_from_tls(key)  # type: ignore[attr-defined]
+    torch._C._remove_obj_from_tls(key)
 
 
 def find_in_thread_state(key: str) -> Any:
@@ -181,9 +181,9 @@ _CALL_IMPL = torch.nn.Module._call_impl.__code__
 def run_cut_short_hooks(traceback: TracebackType | None) -> None:
     """Run the `always_call` forward hooks of the modules whose calls `traceback` left, innermost first.
 
-    `Module.__call__` does it by itself for an Exception only. Reads the locals of `Module._call_impl`, called so since
-    2.0 and unchanged in 2.11 to 2.15: `self`, `args`, `kwargs`, `result` and `called_always_called_hooks`. Where a name is
-    missing the module is passed over.
+    `Module.__call__` does it by itself for an Exception only. Reads the locals of `Module._call_impl`, called so
+    since 2.0 and unchanged in 2.11 to 2.15: `self`, `args`, `kwargs`, `result` and `called_always_called_hooks`.
+    Where a name is missing the module is passed over.
     """
     calls = []
     while traceback is not None:

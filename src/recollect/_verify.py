@@ -1,8 +1,9 @@
 """What is compared between a forward and its replay: tensor signatures always, operator traces under `debug=True`.
 
-A signature is a tuple of shape, dtype and device: cheap enough for every saved tensor. A trace is a list of the operators
-that a function ran, with the line of user code and the module each came from; taking one costs a dispatch mode and a walk over
-the Python stack per operator, so it is taken only when asked for. `first_difference` says where two traces part.
+A signature is a tuple of shape, dtype and device: cheap enough for every saved tensor. A trace is a list of the
+operators that a function ran, with the line of user code and the module each came from; taking one costs a dispatch
+mode and a walk over the Python stack per operator, so it is taken only when asked for. `first_difference` says
+where two traces part.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ _BOUNDARIES: set[CodeType] = set()
 
 def traces_start_here(function: F) -> F:
     """Mark what calls a region's function: what lies further out is the same for all its operators."""
-    _BOUNDARIES.add(function.__code__)  # type: ignore[attr-defined]
+    _BOUNDARIES.add(function.__code__)
     return function
 
 

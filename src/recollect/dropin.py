@@ -116,11 +116,11 @@ def checkpoint_sequential(
     if not 1 <= segments <= len(chain):
         raise ValueError(f"segments must be from 1 to {len(chain)}, the number of functions, got {segments}")
 
-    size = len(chain) // segments
+    value, size = input, len(chain) // segments
     for start in range(0, size * (segments - 1), size):
         piece = _Piece(chain[start : start + size])
-        input = _checkpoint.checkpoint(piece, input, use_reentrant=reentrant, preserve_rng_state=preserve_rng_state)
-    return _Piece(chain[size * (segments - 1) :])(input)
+        value = _checkpoint.checkpoint(piece, value, use_reentrant=reentrant, preserve_rng_state=preserve_rng_state)
+    return _Piece(chain[size * (segments - 1) :])(value)
 
 
 class _Piece:

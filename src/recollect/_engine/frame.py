@@ -1,26 +1,27 @@
 """Frames and slots: who owns a saved tensor, who may ask for it, and when it is replayed.
 
-Theory. Inside a region autograd is given a `Slot` for every tensor that it wants to save; the tensor itself is let go. A slot
-knows its frame and its number. The frame knows its slots by weak reference only, so everything here lives exactly as
-long as autograd's graph holds a slot, and dies without the garbage collector.
+Theory. Inside a region autograd is given a `Slot` for every tensor that it wants to save; the tensor itself is let
+go. A slot knows its frame and its number. The frame knows its slots by weak reference only, so everything here
+lives exactly as long as autograd's graph holds a slot, and dies without the garbage collector.
 
-When backward asks for a slot, the frame sees to it that its function has been replayed for the current pass and hands over what the
-slot got. Recovered tensors sit in the slots themselves, under the key of their replay: a slot that dies takes its tensor along,
-at the moment when plain autograd would have freed it.
+When backward asks for a slot, the frame sees to it that its function has been replayed for the current pass and
+hands over what the slot got. Recovered tensors sit in the slots themselves, under the key of their replay: a slot
+that dies takes its tensor along, at the moment when plain autograd would have freed it.
 
 Rules (numbers as in the contract):
 1. The innermost hooks own a saved tensor: that is how autograd's hook stack works, nothing is done for it here.
-2. A region's inputs go through the hooks around it (`_inputs.py`), so asking for something deep makes the parents replay first.
+2. A region's inputs go through the hooks around it (`_inputs.py`), so asking for something deep makes the parents
+   replay first.
 3. A replay pushes its own hooks and knows of no others.
-4. A pass is autograd's graph task, or a group of them; outside of any, each access is a pass of its own. What a pass left
-   behind is dropped at its end: autograd calls `_EndOfPass` then, and drops it if the backward fails.
+4. A pass is autograd's graph task, or a group of them; outside of any, each access is a pass of its own. What a
+   pass left behind is dropped at its end: autograd calls `_EndOfPass` then, and drops it if the backward fails.
 5, 6, 8. replay.py.
 7. Nothing here refers to an output of the region, nor to a tensor that was computed inside.
-9. Freed graphs have no slots. Inputs are checked by `_inputs.py`; a recovered tensor is compared with its version at the
-   time it was saved, which restores the check that autograd itself leaves out under hooks.
+9. Freed graphs have no slots. Inputs are checked by `_inputs.py`; a recovered tensor is compared with its version
+   at the time it was saved, which restores the check that autograd itself leaves out under hooks.
 
-Threads. Two device threads of one backward may ask at once, and two Python threads may run backward over one graph: a frame
-replays under its lock, and locks are taken from inner frames to outer ones only.
+Threads. Two device threads of one backward may ask at once, and two Python threads may run backward over one graph:
+a frame replays under its lock, and locks are taken from inner frames to outer ones only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch import Tensor
 
 from recollect import _ambient, _errors
 from recollect._engine.groups import current_group
-from recollect._engine.replay import Replay, run_replay
+from recollect._engine.replay import Replay, or_nothing, run_replay
 from recollect._errors import Signature
 from recollect._inputs import Inputs, find_tensors
 from recollect._torch import at_end_of_pass, current_node, graph_task_id, pop_hooks, push_hooks, top_hooks
@@ -55,45 +56,19 @@ class Options:
 
 
 class Slot:
-    """The place-holder that autograd holds instead of a saved tensor. Its maker sets `frame` and `index`.
+    """The place-holder that autograd holds instead of a saved tensor. Its maker sets the fields.
 
-    It holds at most one recovered tensor at a time, for the pass whose `replay` that is. Only if a second pass replays
-    while the first still runs (a backward inside a hook of another, two threads) are earlier ones set aside.
+    `recovered` holds what replays put here, with the version it had then, by replay: several only if a second pass
+    runs before the first has ended (a backward inside a hook of another, two threads). Taking and putting are
+    single operations on a dict, so that two threads cannot come between each other.
     """
 
     # No __init__: calling one costs as much as all the rest of making a slot.
-    __slots__ = ("__weakref__", "_aside", "frame", "index", "replay", "tensor", "version")
+    __slots__ = ("__weakref__", "frame", "index", "recovered")
 
     frame: Frame
     index: int
-    replay: Replay | None
-    tensor: Tensor | None
-    version: int
-    _aside: dict[Replay, tuple[Tensor, int]]
-
-    def set_aside(self) -> None:
-        """Make room for another pass."""
-        if self.replay is not None and self.tensor is not None:
-            if not hasattr(self, "_aside"):
-                self._aside = {}
-            self._aside[self.replay] = (self.tensor, self.version)
-
-    def take_back(self, replay: Replay) -> None:
-        """Let it hold what was set aside for `replay` again; raises if there is nothing, for it was handed over already."""
-        entry = self._aside.pop(replay, None) if hasattr(self, "_aside") else None
-        if entry is None:
-            error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
-            raise error(self.frame.region(), self.index)
-        self.set_aside()
-        self.replay = replay
-        self.tensor, self.version = entry
-
-    def drop(self, replay: Replay) -> None:
-        """Forget what was recovered for `replay`."""
-        if self.replay is replay:
-            self.replay = self.tensor = None
-        elif hasattr(self, "_aside"):
-            self._aside.pop(replay, None)
+    recovered: dict[Replay, tuple[Tensor, int]] | None
 
 
 class Frame:
@@ -155,12 +130,12 @@ class Frame:
             if replay is not None and replay.covered > slot.index:
                 return replay
             group = current_group()
-            replay = self.replays.get(id(group)) if group is not None else None
+            replay = self.replays.get(("group", id(group))) if group is not None else None
             if replay is None or replay.covered <= slot.index:
                 replay = Replay(grouped=group is not None)
                 self._run(replay)
                 if group is not None:
-                    self.replays[id(group)] = replay
+                    self.replays["group", id(group)] = replay
                     group.at_end(_EndOfPass(self, replay))
             if group is None:
                 at_end_of_pass(_EndOfPass(self, replay))
@@ -181,8 +156,8 @@ class Frame:
                 del self.replays[key]
         for reference in self.slots:
             slot = reference()
-            if slot is not None:
-                slot.drop(replay)
+            if slot is not None and slot.recovered is not None:
+                slot.recovered.pop(replay, None)
 
 
 class _EndOfPass:
@@ -209,17 +184,14 @@ def _unpack(slot: Slot) -> Tensor:
     replay = frame.replays.get(graph_task_id())
     if replay is None or replay.covered <= slot.index:
         replay = frame.replay_for(slot)
-    if slot.replay is not replay:
-        slot.take_back(replay)
-    tensor = slot.tensor
-    slot.replay = slot.tensor = None
-    assert tensor is not None
-    if tensor._version != slot.version:
-        raise _errors.saved_tensor_changed(frame.region(), slot.index, tensor, slot.version, current_node())
+    entry = slot.recovered.pop(replay, None) if slot.recovered is not None else None
+    if entry is None:
+        error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
+        raise error(frame.region(), slot.index)
+    tensor, version = entry
+    if tensor._version != version:
+        raise _errors.saved_tensor_changed(frame.region(), slot.index, tensor, version, current_node())
     return tensor
-
-
-_MISSING = object()
 
 
 def run_region(
@@ -242,7 +214,7 @@ def run_region(
         slot = Slot()
         slot.frame = frame
         slot.index = len(slots)
-        slot.replay = None
+        slot.recovered = None
         slots.append(reference(slot))
         return slot
 
@@ -267,10 +239,10 @@ def _call_in_contexts(
     kwargs: dict[str, Any],
     context: contextlib.AbstractContextManager[Any] | None,
 ) -> Any:
-    result: Any = _MISSING
+    result: Any = None
     raised: BaseException | None = None
     try:
-        with context or contextlib.nullcontext(), frame.trace or contextlib.nullcontext():
+        with or_nothing(context), or_nothing(frame.trace):
             try:
                 result = frame.function(*args, **kwargs)
             except BaseException as error:

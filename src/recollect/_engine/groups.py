@@ -1,7 +1,8 @@
 """Groups: several backward calls that count as one pass, so that they share each replay.
 
-A group is carried in torch's own thread-local state, because autograd's device threads see that and do not see Python's.
-It owns the end of its pass: what its replays recovered and nobody took is dropped when the group object dies.
+A group is carried in torch's own thread-local state, because autograd's device threads see that and do not see
+Python's. It owns the end of its pass: what its replays recovered and nobody took is dropped when the group object
+dies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The reentrant variant: forward without a graph; backward runs the function again with one and backpropagates through it.
+"""The reentrant variant: forward without a graph; backward runs the function again with one and backpropagates
+through it.
 
-It keeps no slots and compares nothing: the function is an autograd Function of its own, its tensor arguments are saved through
-autograd, and a second backward inside the first does the work. So it sees only tensors that are arguments themselves, and only
-a whole `.backward()`. Ambient state is restored as for frames.
+It keeps no slots and compares nothing: the function is an autograd Function of its own, its tensor arguments are
+saved through autograd, and a second backward inside the first does the work. So it sees only tensors that are
+arguments themselves, and only a whole `.backward()`. Ambient state is restored as for frames.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import torch
 from torch import Tensor
 
 from recollect import _ambient, _errors
-from recollect._torch import is_plain_backward
+from recollect._torch import is_plain_backward, set_grad_enabled
 
 
 def check_backward_validity(inputs: Iterable[Any]) -> None:
     """Warn if no gradient can flow through a reentrant region that gets these inputs."""
     if not any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
         warnings.warn(
-            "None of the inputs have requires_grad=True. Gradients will be None: the reentrant variant passes gradients only to "
+            "None of the inputs have requires_grad=True. Gradients will be None: the reentrant variant passes "
+            "gradients only to "
             "tensors among its arguments. Pass use_reentrant=False, or let an input require grad",
             stacklevel=2,
         )
@@ -49,8 +51,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.others = tuple(None if isinstance(value, Tensor) else value for value in args)
         ctx.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
         ctx.save_for_backward(*tensors)
-        with torch.no_grad():
-            result = function(*args)
+        result = function(*args)  # an autograd Function's forward runs without grad
         _ambient.forward_ended(ctx.ambient)
         return result
 
@@ -62,8 +63,15 @@ class CheckpointFunction(torch.autograd.Function):
         for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
             values[place] = tensor
         detached = detach_variable(tuple(values))
-        with _ambient.restored(ctx.ambient), torch.enable_grad():
+        grad_was_enabled = torch.is_grad_enabled()
+        undo: list[_ambient.Undo] = []
+        try:
+            _ambient.restore(ctx.ambient, undo)
+            set_grad_enabled(True)
             result = ctx.function(*detached)
+        finally:
+            set_grad_enabled(grad_was_enabled)
+            _ambient.undo_all(undo)
         results = (result,) if isinstance(result, Tensor) else result
         pairs = [
             (value, grad)

@@ -1,19 +1,19 @@
 """One replay: run a region's function again and put what it saves into the slots of its frame.
 
-Theory. Autograd asks a function's operators to save tensors in a fixed order; the frame numbered its slots in that order.
-A replay runs the function under hooks that count the same way: the i-th tensor packed belongs to slot i. So nothing is
-looked up, and a slot that has died in the meantime is passed over.
+Theory. Autograd asks a function's operators to save tensors in a fixed order; the frame numbered its slots in that
+order. A replay runs the function under hooks that count the same way: the i-th tensor packed belongs to slot i. So
+nothing is looked up, and a slot that has died in the meantime is passed over.
 
-The stop (rule 5). Once the last slot that is still alive has its tensor, nothing further is of use, and `Stop` is raised
-from the pack hook, through whatever the function is doing. Which kind of exception? One derived from Exception would end in
-the `except Exception` of user code and set off its fallback; one that is not derived from it makes `Module.__call__` leave
-out its always_call hooks. Here it is a BaseException, and those hooks are run from its traceback. The
-exception that arrives is not believed (TorchScript replaces it, user code may wrap it): `complete` is set before
-it is raised, and that alone tells.
+The stop (rule 5). Once the last slot that is still alive has its tensor, nothing further is of use, and `Stop` is
+raised from the pack hook, through whatever the function is doing. Which kind of exception? One derived from
+Exception would end in the `except Exception` of user code and set off its fallback; one that is not derived from it
+makes `Module.__call__` leave out its always_call hooks. Here it is a BaseException, and those hooks are run from
+its traceback. The exception that arrives is not believed (TorchScript replaces it, user code may wrap it):
+`complete` is set before it is raised, and that alone tells.
 
-Stopping exactly. An operator packs its inputs before its kernel runs, so the stop saves that kernel. A few operators
-(rrelu) pack memory that the kernel has yet to write: if the operator that packs the last tensor may be one of those, the stop
-waits for the next operator that saves something.
+Stopping exactly. An operator packs its inputs before its kernel runs, so the stop saves that kernel. A few
+operators (rrelu) pack memory that the kernel has yet to write: if the operator that packs the last tensor may be
+one of those, the stop waits for the next operator that saves something.
 
 What this is not: it does not decide when to replay or who gets the result (frame.py).
 """
@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, inference_mode, is_grad_enabled, is_inference_mode_enabled
 
 from recollect import _errors
+from recollect._ambient import restore, undo_all
+from recollect._errors import Signature
 from recollect._torch import (
     OWN_REFERENCES,
     may_be_unfilled,
@@ -57,89 +59,86 @@ class Replay:
         self.grouped = grouped
 
 
+_RUNNING, _STOP_IS_DUE, _COMPLETE = range(3)
+
+
 def run_replay(frame: Frame, replay: Replay, only: Slot | None = None) -> None:
     """Fill the slots of `frame` that are alive, or `only` that one."""
-    slots, check = frame.slots, frame.options.determinism_check != "none"
+    slots, signatures, options = frame.slots, frame.signatures, frame.options
     known = len(slots)
     if only is None:
-        last = next(i for i in range(known - 1, -1, -1) if slots[i]() is not None)
+        first, last = 0, next(i for i in range(known - 1, -1, -1) if slots[i]() is not None)
     else:
-        last = only.index
+        first = last = only.index
     # Rule 6: inside an unfinished forward the number of slots is not final, and more of them are no mismatch.
-    finished, early_stop = frame.finished, frame.options.early_stop or only is not None
-
+    finished, early_stop = frame.finished, options.early_stop or only is not None
+    check = options.determinism_check != "none"
     args, kwargs = frame.inputs.restore(frame.region)
-    then = frame.signatures
-    mismatches: list[int] = []
-    found: dict[int, Any] = {}
+
+    state = _RUNNING
     count = 0
-    complete = stop_is_due = False
-    unfilled_at = -1
+    unfilled_at = -1  # autograd's number for the operator that last packed what may be unfilled memory
+    mismatches: list[tuple[int, Signature, Signature]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal count, complete, stop_is_due, unfilled_at
-        if stop_is_due and not complete:
-            complete = True
-            raise Stop
-        kept = tensor
+        nonlocal state, count, unfilled_at
+        if state:
+            if state == _STOP_IS_DUE:
+                state = _COMPLETE
+                raise Stop
+            return tensor.detach() if tensor.requires_grad else tensor
         if tensor.requires_grad:
             kept = tensor.detach()  # the graph of the replay must not outlive it
-        elif getrefcount(tensor) <= OWN_REFERENCES and may_be_unfilled(tensor):
-            unfilled_at = sequence_number()
-        if complete:
-            return kept
+        else:
+            # Asked before `kept` is one more reference.
+            if getrefcount(tensor) <= OWN_REFERENCES and may_be_unfilled(tensor):
+                unfilled_at = sequence_number()
+            kept = tensor
         index = count
         count += 1
-        if index < known and (only is None or index == last):
+        if first <= index <= last:
             slot = slots[index]()
             if slot is not None:
-                if check and then[index] != (now := signature(tensor)):
-                    mismatches.append(index)
-                    found[index] = now
-                if slot.replay is not None:
-                    slot.set_aside()
-                slot.replay = replay
-                slot.tensor = kept
-                slot.version = kept._version
+                if check and signatures[index] != (now := signature(tensor)):
+                    mismatches.append((index, signatures[index], now))
+                if slot.recovered is None:
+                    slot.recovered = {replay: (kept, kept._version)}
+                else:
+                    slot.recovered[replay] = (kept, kept._version)
                 if index == last and early_stop:
                     if unfilled_at == sequence_number():
-                        stop_is_due = True
+                        state = _STOP_IS_DUE
                     else:
-                        complete = True
+                        state = _COMPLETE
                         raise Stop
         return kept
 
-    undo: list[Callable[[], None]] = []
     trace = OperatorTrace() if frame.trace is not None else None
-    grad_was_enabled = _grad_mode_on(undo)
+    undo: list[Callable[[], None]] = []
     try:
-        for part in frame.ambient:
-            undo_part = part.restore()
-            if undo_part is not None:
-                undo.append(undo_part)
+        _grad_mode_on(undo)
+        restore(frame.ambient, undo)
         push_hooks(pack, _identity)
         undo.append(pop_hooks)
         _call(frame, args, kwargs, trace)
     except BaseException as error:
-        if isinstance(error, Stop) and complete:
-            run_cut_short_hooks(error.__traceback__)
-        elif not (complete and isinstance(error, Exception)):
+        if state != _COMPLETE:
             raise
+        if isinstance(error, Stop):
+            run_cut_short_hooks(error.__traceback__)
+        elif not isinstance(error, Exception):
+            raise  # Ctrl-C while the stop was on its way
     finally:
-        _undo(undo)
-        set_grad_enabled(grad_was_enabled)
-        # The hooks may outlive the replay in a graph that user code stored away: they must not hold its arguments.
-        del args, kwargs
+        undo_all(undo)
 
     def details() -> str:
         if trace is None or frame.trace is None:
             return ""
-        return "\n" + first_difference(frame.trace.operators, trace.operators, stopped=complete)
+        return "\n" + first_difference(frame.trace.operators, trace.operators, stopped=state == _COMPLETE)
 
     if mismatches:
-        pairs = [(index, then[index], found[index]) for index in mismatches]
-        raise _errors.different_metadata(frame.region(), pairs, known, details())
-    if not (complete or stop_is_due):
+        raise _errors.different_metadata(frame.region(), mismatches, known, details())
+    if state == _RUNNING:  # the function came to its end before the last slot, or was to run to its end
         if count <= last or (finished and count < known):
             raise _errors.fewer_saved(frame.region(), known, count, details())
         if finished and count > known:
@@ -151,24 +150,19 @@ def _identity(packed: Tensor) -> Tensor:
     return packed
 
 
-def _grad_mode_on(undo: list[Callable[[], None]]) -> bool:
-    """Rule: grad mode is on in a replay. Inference mode would override it."""
+def _grad_mode_on(undo: list[Callable[[], None]]) -> None:
+    """Grad mode is on in a replay, whatever it is around it. Inference mode would override it."""
     if is_inference_mode_enabled():
         normal = inference_mode(False)
         normal.__enter__()
         undo.append(lambda: normal.__exit__(None, None, None))
-    was_enabled = is_grad_enabled()
-    set_grad_enabled(True)
-    return was_enabled
+    if not is_grad_enabled():
+        set_grad_enabled(True)
+        undo.append(_grad_mode_off)
 
 
-def _undo(steps: list[Callable[[], None]]) -> None:
-    """Run all of them, the last first, whatever some of them raise."""
-    if steps:
-        try:
-            steps.pop()()
-        finally:
-            _undo(steps)
+def _grad_mode_off() -> None:
+    set_grad_enabled(False)
 
 
 @traces_start_here
@@ -176,5 +170,10 @@ def _call(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], trace: Op
     if frame.replay_context is None and trace is None:
         frame.function(*args, **kwargs)
         return
-    with frame.replay_context or contextlib.nullcontext(), trace or contextlib.nullcontext():
+    with or_nothing(frame.replay_context), or_nothing(trace):
         frame.function(*args, **kwargs)
+
+
+def or_nothing(context: contextlib.AbstractContextManager[Any] | None) -> contextlib.AbstractContextManager[Any]:
+    """`context` where there is one."""
+    return contextlib.nullcontext() if context is None else context
