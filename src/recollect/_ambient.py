@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +33,9 @@ from recollect._torch import (
     is_initialised,
 )
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
+
+_cpu_generator = torch.default_generator
 
 
 class Part(Protocol):
@@ -90,13 +93,16 @@ class Generators:
     __slots__ = ("_cpu", "_ids", "_late", "_module", "_states", "_type")
 
     def __init__(self, device_type: str, module: Any, tensors: Sequence[Tensor]) -> None:
-        self._cpu = torch.default_generator.get_state()
+        self._cpu = _cpu_generator.get_state()
         self._type = device_type
         self._module = module
         self._ids: list[int] = []
         self._states: list[Tensor] = []
-        self._late = module is not None and not is_initialised(module)
-        if module is not None and not self._late:
+        self._late = False
+        if module is None:
+            return
+        self._late = not is_initialised(module)
+        if not self._late:
             ids = dict.fromkeys(tensor.get_device() for tensor in tensors if tensor.device.type == device_type)
             self._ids = list(ids) or [_current_index(module)]
             self._states = [_get_state(module, index) for index in self._ids]
@@ -106,16 +112,19 @@ class Generators:
             raise _errors.initialised_in_forward(self._type)
 
     def restore(self) -> Undo:
-        generator, module, ids = torch.default_generator, self._module, self._ids
-        around = generator.get_state()
+        module, ids = self._module, self._ids
+        around = _cpu_generator.get_state()
+        if not ids:
+            _cpu_generator.set_state(self._cpu)
+            return partial(_cpu_generator.set_state, around)
         around_states = [_get_state(module, index) for index in ids]
 
         def undo() -> None:
-            generator.set_state(around)
+            _cpu_generator.set_state(around)
             for index, state in zip(ids, around_states, strict=True):
                 _set_state(module, index, state)
 
-        generator.set_state(self._cpu)
+        _cpu_generator.set_state(self._cpu)
         for index, state, now in zip(ids, self._states, around_states, strict=True):
             if not torch.equal(state, now):  # 16 bytes: cheaper to compare than to set
                 _set_state(module, index, state)

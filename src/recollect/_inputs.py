@@ -71,9 +71,7 @@ def find_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Te
 
 
 def rebuild(value: Any, leaf: type, replace: Callable[[Any], Any], seen: frozenset[int] = frozenset()) -> Any:
-    """`value` with every `leaf` in it replaced; containers around a leaf are new, everything else is the same "
-    "object.
-    """
+    """`value` with every `leaf` in it replaced. Containers around a leaf are new, all else is the same object."""
     if isinstance(value, leaf):
         return replace(value)
     kind = type(value)
@@ -103,9 +101,12 @@ def rebuild(value: Any, leaf: type, replace: Callable[[Any], Any], seen: frozens
     return value
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; a tensor made in inference mode does not count."""
-    return -1 if tensor.is_inference() else tensor._version
+def versions_of(tensors: list[Tensor]) -> list[int]:
+    """How often each was changed in place; a tensor made in inference mode does not count."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class _Place:
@@ -125,7 +126,7 @@ class Inputs:
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], flat: bool, hooks: Hooks | None
     ) -> None:
-        self._versions = [version_of(tensor) for tensor in tensors]
+        self._versions = versions_of(tensors)
         self._changed: str | None = None
         self._hooked: list[_Hooked] | None = None
         self._tensors = tensors
@@ -164,15 +165,16 @@ class Inputs:
 
         Letting go matters: an input that the region changed in place holds the region's graph, which holds this.
         """
-        if [version_of(tensor) for tensor in tensors] != self._versions:
+        if versions_of(tensors) != self._versions:
             self._changed = self._first_changed(args, kwargs, tensors)
             self._args, self._kwargs, self._tensors, self._hooked = (), {}, [], None
 
     def _first_changed(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> str:
-        index = next(i for i, tensor in enumerate(tensors) if version_of(tensor) != self._versions[i])
+        versions = versions_of(tensors)
+        index = next(i for i, version in enumerate(versions) if version != self._versions[i])
         names = [name for name, _ in named_tensors(args, "args")]
         names += [name for key, value in kwargs.items() for name, _ in named_tensors(value, key)]
-        now, then = version_of(tensors[index]), self._versions[index]
+        now, then = versions[index], self._versions[index]
         # The containers may have been changed too: then the name is not to be had.
         name = names[index] if len(names) == len(tensors) else f"tensor {index} of the arguments"
         return f"{name} ({_errors.describe_tensor(tensors[index])}), at version {now} instead of {then}"
@@ -185,7 +187,7 @@ class Inputs:
             with torch.no_grad():
                 return self._rebuilt([hooked.get(region) for hooked in self._hooked])
         tensors = self._tensors
-        if [version_of(tensor) for tensor in tensors] != self._versions:
+        if versions_of(tensors) != self._versions:
             args, kwargs = self._rebuilt(tensors)
             raise _errors.input_changed(region(), self._first_changed(args, kwargs, tensors), by_region=False)
         return (self._args, self._kwargs) if self._as_they_are else self._rebuilt(tensors)
@@ -205,7 +207,7 @@ class _Hooked:
     def __init__(self, tensor: Tensor, hooks: Hooks) -> None:
         pack, self._unpack = hooks
         self._requires_grad = tensor.requires_grad
-        self._version = version_of(tensor)
+        self._version = versions_of([tensor])[0]
         # A leaf that needs grad is looked for by its identity (`.grad`, the optimizer): it comes back as itself.
         self._leaf = weakref.ref(tensor) if tensor.requires_grad and tensor.is_leaf else None
         self._packed = pack(tensor)
@@ -214,7 +216,7 @@ class _Hooked:
         tensor = self._unpack(self._packed)
         leaf = self._leaf() if self._leaf is not None else None
         if leaf is not None:
-            if version_of(leaf) != self._version:
+            if leaf._version != self._version:
                 what = (
                     f"a leaf ({_errors.describe_tensor(leaf)}), at version {leaf._version} instead of {self._version}"
                 )

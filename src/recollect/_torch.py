@@ -50,12 +50,10 @@ function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
 
-def at_end_of_pass(callback: Callable[[], None]) -> None:
-    """Have the running backward call `callback` at its end.
-
-    A backward that fails drops the callback without calling it. Since 0.4, used by FSDP and DDP.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Have the running backward call something at its end; a backward that fails drops it without a call. Since 0.4, used by
+# FSDP and DDP.
+at_end_of_pass: Callable[[Callable[[], None]], None]
+at_end_of_pass = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def is_plain_backward() -> bool:

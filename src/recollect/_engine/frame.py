@@ -27,8 +27,8 @@ a frame replays under its lock, and locks are taken from inner frames to outer o
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
+from _thread import RLock  # threading.RLock is a Python function around it
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ from typing import Any
 from torch import Tensor
 
 from recollect import _ambient, _errors
-from recollect._engine.groups import current_group
+from recollect._engine.groups import GraphExecGroup, current_group
 from recollect._engine.replay import Replay, or_nothing, run_replay
 from recollect._errors import Signature
 from recollect._inputs import Inputs, find_tensors
@@ -107,47 +107,45 @@ class Frame:
         self.finished = False
         self.trace = OperatorTrace() if options.debug else None
         self.replays: dict[object, Replay] = {}
-        self._lock = threading.RLock()
+        self._lock = RLock()
 
     def region(self) -> str:
         """How messages name it."""
         return _errors.describe_function(self.function, self.options.name)
 
     def replay_for(self, slot: Slot) -> Replay:
-        """Replay for the running pass, unless another thread of it was faster."""
+        """The replay of the running pass: run now, unless another thread of this backward was faster."""
         task = graph_task_id()
-        return self._replay_alone(slot) if task < 0 else self._replay_in_pass(task, slot)
-
-    def _replay_alone(self, slot: Slot) -> Replay:
-        replay = Replay()
         with self._lock:
-            self._run(replay, only=slot)
-        return replay
-
-    def _replay_in_pass(self, task: int, slot: Slot) -> Replay:
-        with self._lock:
+            if task < 0:
+                return self._run(Replay(), only=slot)
             replay = self.replays.get(task)
             if replay is not None and replay.covered > slot.index:
                 return replay
             group = current_group()
-            replay = self.replays.get(("group", id(group))) if group is not None else None
-            if replay is None or replay.covered <= slot.index:
-                replay = Replay(grouped=group is not None)
-                self._run(replay)
-                if group is not None:
-                    self.replays["group", id(group)] = replay
-                    group.at_end(_EndOfPass(self, replay))
             if group is None:
+                replay = self._run(Replay())
                 at_end_of_pass(_EndOfPass(self, replay))
+            else:
+                replay = self._replay_in_group(group, slot)
             self.replays[task] = replay
             return replay
 
-    def _run(self, replay: Replay, only: Slot | None = None) -> None:
+    def _replay_in_group(self, group: GraphExecGroup, slot: Slot) -> Replay:
+        key = ("group", id(group))
+        replay = self.replays.get(key)
+        if replay is None or replay.covered <= slot.index:
+            replay = self.replays[key] = self._run(Replay(grouped=True))
+            group.at_end(_EndOfPass(self, replay))
+        return replay
+
+    def _run(self, replay: Replay, only: Slot | None = None) -> Replay:
         try:
             run_replay(self, replay, only)
         except BaseException:
             self.forget(replay)  # half a replay is none
             raise
+        return replay
 
     def forget(self, replay: Replay) -> None:
         """Drop what `replay` recovered and nobody took."""

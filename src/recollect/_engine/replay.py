@@ -21,14 +21,13 @@ What this is not: it does not decide when to replay or who gets the result (fram
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, inference_mode, is_grad_enabled, is_inference_mode_enabled
 
 from recollect import _errors
-from recollect._ambient import restore, undo_all
+from recollect._ambient import Undo, restore, undo_all
 from recollect._errors import Signature
 from recollect._torch import (
     OWN_REFERENCES,
@@ -66,10 +65,11 @@ def run_replay(frame: Frame, replay: Replay, only: Slot | None = None) -> None:
     """Fill the slots of `frame` that are alive, or `only` that one."""
     slots, signatures, options = frame.slots, frame.signatures, frame.options
     known = len(slots)
-    if only is None:
-        first, last = 0, next(i for i in range(known - 1, -1, -1) if slots[i]() is not None)
-    else:
+    first, last = 0, known - 1
+    if only is not None:
         first = last = only.index
+    while slots[last]() is None:  # the slot that is asked for is alive
+        last -= 1
     # Rule 6: inside an unfinished forward the number of slots is not final, and more of them are no mismatch.
     finished, early_stop = frame.finished, options.early_stop or only is not None
     check = options.determinism_check != "none"
@@ -114,7 +114,7 @@ def run_replay(frame: Frame, replay: Replay, only: Slot | None = None) -> None:
         return kept
 
     trace = OperatorTrace() if frame.trace is not None else None
-    undo: list[Callable[[], None]] = []
+    undo: list[Undo] = []
     try:
         _grad_mode_on(undo)
         restore(frame.ambient, undo)
@@ -131,26 +131,29 @@ def run_replay(frame: Frame, replay: Replay, only: Slot | None = None) -> None:
     finally:
         undo_all(undo)
 
-    def details() -> str:
-        if trace is None or frame.trace is None:
-            return ""
-        return "\n" + first_difference(frame.trace.operators, trace.operators, stopped=state == _COMPLETE)
-
-    if mismatches:
-        raise _errors.different_metadata(frame.region(), mismatches, known, details())
-    if state == _RUNNING:  # the function came to its end before the last slot, or was to run to its end
+    if mismatches or state == _RUNNING:
+        details = _compare_traces(frame, trace, stopped=state == _COMPLETE)
+        if mismatches:
+            raise _errors.different_metadata(frame.region(), mismatches, known, details)
+        # The function came to its end before the last slot, or was to run to its end.
         if count <= last or (finished and count < known):
-            raise _errors.fewer_saved(frame.region(), known, count, details())
+            raise _errors.fewer_saved(frame.region(), known, count, details)
         if finished and count > known:
-            raise _errors.more_saved(frame.region(), known, count, details())
+            raise _errors.more_saved(frame.region(), known, count, details)
     replay.covered = known
+
+
+def _compare_traces(frame: Frame, trace: OperatorTrace | None, *, stopped: bool) -> str:
+    if trace is None or frame.trace is None:
+        return ""
+    return "\n" + first_difference(frame.trace.operators, trace.operators, stopped=stopped)
 
 
 def _identity(packed: Tensor) -> Tensor:
     return packed
 
 
-def _grad_mode_on(undo: list[Callable[[], None]]) -> None:
+def _grad_mode_on(undo: list[Undo]) -> None:
     """Grad mode is on in a replay, whatever it is around it. Inference mode would override it."""
     if is_inference_mode_enabled():
         normal = inference_mode(False)
