@@ -1,9 +1,9 @@
 """Ambient state: what a function reads without being given it. Captured in the forward, in force again in the replay.
 
-Parts: random generators, autocast, the default device, the accelerator's device and stream. Each part has one
-method, `restore`: put the captured state in force and return how to undo that, or return None if it is in force
-already. That is judged at the replay, never assumed from the forward. A part that could not matter is not made at
-all.
+Parts: random generators, autocast, the default device, the accelerator's device and stream, torch functions. Each
+part has one method, `restore`: put the captured state in force and return how to undo that, or return None if it is
+in force already. That is judged at the replay, never assumed from the forward. A part that could not matter is not
+made at all.
 
 Random numbers are exact: every replay starts from the state at the region's entry, and the surrounding state is put
 back however the replay ends. Whether the region drew anything is not asked, because an unmoved generator does not
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -27,10 +27,12 @@ from recollect import _errors
 from recollect._inputs import named_tensors
 from recollect._torch import (
     accelerator_module,
-    any_autocast,
     default_device,
     function_mode_count,
     is_initialised,
+    reading,
+    set_torch_function_state,
+    torch_function_state,
 )
 
 Undo = Callable[[], object]
@@ -50,7 +52,8 @@ def capture(tensors: Sequence[Tensor], *, preserve_rng_state: bool) -> list[Part
     device_type = _device_type_of(tensors)
     module = accelerator_module(device_type)
     parts: list[Part] = [
-        Autocast(device_type) if any_autocast() else _AUTOCAST_OFF,
+        TorchFunctions(),
+        Autocast(device_type),
         DefaultDevice(default_device()) if function_mode_count() else _NO_DEFAULT_DEVICE,
     ]
     if module is not None and is_initialised(module) and torch.accelerator.is_available():
@@ -154,47 +157,42 @@ def _set_state(module: Any, index: int, state: Tensor) -> None:
 
 # --- Autocast ---
 
-_AutocastState = tuple[bool, torch.dtype | None]
-
-
-def _autocast_state(device_type: str) -> _AutocastState:
-    enabled = torch.is_autocast_enabled(device_type)
-    return enabled, torch.get_autocast_dtype(device_type) if enabled else None
-
 
 class Autocast:
-    """Autocast for one accelerator type and for the CPU: on or off, dtype, and whether casts are cached."""
+    """Autocast for one accelerator type and for the CPU: on or off, dtype, and whether casts are cached.
 
-    __slots__ = ("_cache", "_states")
+    The dtype and the cache flag count also where autocast is off: a region that switches it on takes them from
+    around it.
+    """
+
+    __slots__ = ("_cache", "_states", "_types")
 
     def __init__(self, device_type: str) -> None:
-        types = {"cpu", device_type if torch.amp.is_autocast_available(device_type) else "cpu"}
-        self._states = {kind: _autocast_state(kind) for kind in types}
+        self._types = _autocast_types(device_type)
+        self._states = _autocast_states(self._types)
         self._cache = torch.is_autocast_cache_enabled()
 
     def restore(self) -> Undo | None:
-        cache_differs = torch.is_autocast_cache_enabled() != self._cache
-        contexts = [
-            torch.autocast(kind, dtype=state[1], enabled=state[0], cache_enabled=self._cache)
-            for kind, state in self._states.items()
-            if _autocast_state(kind) != state or (state[0] and cache_differs)
-        ]
-        return _enter(contexts)
-
-
-class AutocastOff:
-    """No autocast of any kind in the forward: none in the replay, even if backward is called under it."""
-
-    __slots__ = ()
-
-    def restore(self) -> Undo | None:
-        if not any_autocast():
+        now, cache_is_right = _autocast_states(self._types), torch.is_autocast_cache_enabled() == self._cache
+        if cache_is_right and now == self._states:
             return None
-        types = dict.fromkeys(("cpu", DefaultDeviceType.get_device_type()))
-        return _enter([torch.autocast(kind, enabled=False) for kind in types if torch.is_autocast_enabled(kind)])
+        return _enter(
+            [
+                torch.autocast(kind, enabled=state[0], dtype=state[1], cache_enabled=self._cache)
+                for kind, state, current in zip(self._types, self._states, now, strict=True)
+                if not cache_is_right or state != current
+            ]
+        )
 
 
-_AUTOCAST_OFF = AutocastOff()
+@cache
+def _autocast_types(device_type: str) -> tuple[str, ...]:
+    has_its_own = device_type != "cpu" and torch.amp.is_autocast_available(device_type)
+    return ("cpu", device_type) if has_its_own else ("cpu",)
+
+
+def _autocast_states(types: tuple[str, ...]) -> list[tuple[bool, torch.dtype]]:
+    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types]
 
 
 def _enter(contexts: Sequence[Any]) -> Undo | None:
@@ -224,6 +222,29 @@ class DefaultDevice:
 
 
 _NO_DEFAULT_DEVICE = DefaultDevice(None)
+
+
+# --- Torch functions ---
+
+
+class TorchFunctions:
+    """Whether `__torch_function__` is asked.
+
+    A backward that is called on a tensor of a subclass runs inside that subclass's `__torch_function__`, where it
+    is switched off: a replay there would see plain tensors.
+    """
+
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state = torch_function_state()
+
+    def restore(self) -> Undo | None:
+        now = torch_function_state()
+        if now == self._state:
+            return None
+        set_torch_function_state(self._state)
+        return partial(set_torch_function_state, now)
 
 
 # --- Where an accelerator works ---
@@ -275,18 +296,18 @@ class DefaultDeviceType:
         return DefaultDeviceType._default_device_type
 
 
-def _device_type_of(tensors: Iterable[Tensor]) -> str:
-    elsewhere = [tensor for tensor in tensors if not tensor.is_cpu]
-    if not elsewhere:
+def _device_type_of(tensors: Sequence[Tensor]) -> str:
+    with reading(tensors):
+        types = [tensor.device.type for tensor in tensors if not tensor.is_cpu]
+    if not types:
         return DefaultDeviceType.get_device_type()
-    types = dict.fromkeys(tensor.device.type for tensor in elsewhere)
-    if len(types) == 1:
-        return next(iter(types))
-    chosen = "cuda" if "cuda" in types else next(iter(types))
+    kinds = sorted(set(types))
+    if len(kinds) == 1:
+        return kinds[0]
+    chosen = "cuda" if "cuda" in kinds else types[0]
     warnings.warn(
         "Tensor arguments, excluding CPU tensors, are detected on at least two types of devices. Random state and "
-        "autocast are "
-        f"kept for one type only: {chosen}. Device types: {sorted(types)} first device type: {next(iter(types))}",
+        f"autocast are kept for one type only: {chosen}. Device types: {kinds} first device type: {types[0]}",
         stacklevel=2,
     )
     return chosen
@@ -294,7 +315,7 @@ def _device_type_of(tensors: Iterable[Tensor]) -> str:
 
 def infer_device_type(*args: Any) -> str:
     """The accelerator type of the tensors in `args`, at any depth."""
-    return _device_type_of(tensor for _, tensor in named_tensors(args, ""))
+    return _device_type_of([tensor for _, tensor in named_tensors(args, "")])
 
 
 def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:

@@ -221,11 +221,11 @@ def checkpoint(
     """
     if not callable(function):
         raise _errors.not_callable("function", function)
-    options = _options(determinism_check, debug, early_stop, preserve_rng_state, None)
     result: R
     if use_reentrant is not False and chosen_variant(use_reentrant, stacklevel=2):
         result = _run_reentrant(function, args, kwargs, preserve_rng_state, context_fn=context_fn, debug=debug)
     else:
+        options = _options(determinism_check, debug, early_stop, preserve_rng_state, None)
         result = _run(function, args, kwargs, options, context_fn)
     return result
 

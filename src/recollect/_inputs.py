@@ -18,14 +18,14 @@ import copy
 import dataclasses
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from recollect import _errors
-from recollect._torch import Hooks
+from recollect._torch import Hooks, reading
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -53,7 +53,6 @@ def named_tensors(value: Any, path: str, seen: frozenset[int] = frozenset()) -> 
 
 
 _ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
-_CHANGEABLE = frozenset((list, dict, OrderedDict))
 
 
 def find_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
@@ -64,9 +63,8 @@ def find_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Te
         if isinstance(value, Tensor):
             tensors.append(value)
         elif type(value) not in _ATOMS:
-            inside = [tensor for _, tensor in named_tensors(value, "")]
-            flat = flat and not inside and type(value) not in _CHANGEABLE
-            tensors += inside
+            tensors += [tensor for _, tensor in named_tensors(value, "")]
+            flat = flat and not isinstance(value, (list, tuple, dict)) and not dataclasses.is_dataclass(value)
     return tensors, flat
 
 
@@ -101,12 +99,13 @@ def rebuild(value: Any, leaf: type, replace: Callable[[Any], Any], seen: frozens
     return value
 
 
-def versions_of(tensors: list[Tensor]) -> list[int]:
+def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was changed in place; a tensor made in inference mode does not count."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    with reading(tensors):
+        try:
+            return [tensor._version for tensor in tensors]
+        except RuntimeError:
+            return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class _Place:
@@ -200,28 +199,27 @@ class Inputs:
 
 
 class _Hooked:
-    """A tensor in the care of saved-tensor hooks, and what they do not keep: its place in autograd."""
+    """A tensor in the care of saved-tensor hooks, and what they do not keep: its version and its place in autograd."""
 
-    __slots__ = ("_leaf", "_packed", "_requires_grad", "_unpack", "_version")
+    __slots__ = ("_original", "_packed", "_requires_grad", "_unpack", "_version")
 
     def __init__(self, tensor: Tensor, hooks: Hooks) -> None:
         pack, self._unpack = hooks
-        self._requires_grad = tensor.requires_grad
-        self._version = versions_of([tensor])[0]
-        # A leaf that needs grad is looked for by its identity (`.grad`, the optimizer): it comes back as itself.
-        self._leaf = weakref.ref(tensor) if tensor.requires_grad and tensor.is_leaf else None
+        self._version = versions_of((tensor,))
+        self._original = weakref.ref(tensor)
+        with reading((tensor,)):
+            self._requires_grad = tensor.requires_grad
         self._packed = pack(tensor)
 
     def get(self, region: Callable[[], str]) -> Tensor:
         tensor = self._unpack(self._packed)
-        leaf = self._leaf() if self._leaf is not None else None
-        if leaf is not None:
-            if leaf._version != self._version:
-                what = (
-                    f"a leaf ({_errors.describe_tensor(leaf)}), at version {leaf._version} instead of {self._version}"
-                )
+        original = self._original()
+        if original is not None:
+            if versions_of((original,)) != self._version:
+                what = _errors.describe_tensor(original)
                 raise _errors.input_changed(region(), what, by_region=False)
-            return leaf
+            if original.requires_grad and original.is_leaf:
+                return original  # leaves are looked for by identity: by `.grad`, by the optimizer
         if self._requires_grad and not tensor.requires_grad:
             # What was recovered is cut off from its graph; the replay must still see that it needs grad.
             return tensor.detach().requires_grad_()

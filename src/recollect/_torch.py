@@ -6,11 +6,12 @@ project's tests ran on that version of torch. Nothing here holds state of its ow
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -42,12 +43,21 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 # `torch.set_grad_enabled` without the cost of a context manager. Since 1.0.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-# Whether autocast is on for any device type. Since 2.4; costs a fifth of asking for each type.
-any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # How many torch-function modes this thread has: without any, no default device can be in force. Since 2.0.
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+# Whether a subclass's __torch_function__ and torch-function modes are asked in this thread. Since 2.1.
+torch_function_state: Callable[[], Any] = torch._C._get_torch_function_state  # type: ignore[attr-defined]
+set_torch_function_state: Callable[[Any], None] = torch._C._set_torch_function_state  # type: ignore[attr-defined]
 # Hides a tensor subclass's __torch_function__. Since 2.0.
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+
+PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+_NOTHING_TO_HIDE = contextlib.nullcontext()
+
+
+def reading(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Under it, reading attributes of `tensors` does not wake a subclass's `__torch_function__`."""
+    return _NOTHING_TO_HIDE if PLAIN_TYPES.issuperset(map(type, tensors)) else without_torch_function()
 
 
 # Have the running backward call something at its end; a backward that fails drops it without a call. Since 0.4, used by
@@ -174,6 +184,11 @@ def may_be_unfilled(tensor: torch.Tensor) -> bool:
 # --- Modules that a stop cuts short ---
 
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
+
+
+def called_module(frame: FrameType) -> torch.nn.Module | None:
+    """The module whose call a Python frame is, if it is one."""
+    return frame.f_locals.get("self") if frame.f_code is _CALL_IMPL else None
 
 
 def run_cut_short_hooks(traceback: TracebackType | None) -> None:

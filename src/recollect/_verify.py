@@ -19,16 +19,21 @@ from torch import Tensor
 
 from recollect import _errors
 from recollect._errors import Signature
-from recollect._torch import TorchDispatchMode, is_library_file, nested_sizes, without_torch_function
+from recollect._torch import (
+    PLAIN_TYPES,
+    TorchDispatchMode,
+    called_module,
+    is_library_file,
+    nested_sizes,
+    without_torch_function,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def signature(tensor: Tensor) -> Signature:
     """Shape, dtype and device, read without waking a subclass's `__torch_function__`."""
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN_TYPES:
         try:
             return (tensor.shape, tensor.dtype, tensor.device)
         except RuntimeError:  # a nested tensor of strided layout has no shape
@@ -57,15 +62,30 @@ class Operator(NamedTuple):
 
 
 class OperatorTrace(TorchDispatchMode):
-    """Records every operator that runs under it. It runs none of its own."""
+    """Records every operator that runs under it, except what `without` covers. It runs none of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[Operator] = []
+        self._paused = False
+
+    def without(self, function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        """`function`, with its operators left out of the trace."""
+
+        def hidden(tensor: Tensor) -> Any:
+            self._paused = True
+            try:
+                return function(tensor)
+            finally:
+                self._paused = False
+
+        return hidden
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
         # Noted before it runs, so that an operator that fails or that a stop cuts off is there too.
         place = len(self.operators)
         module, lines = _user_code(sys._getframe(1))
@@ -89,9 +109,6 @@ def traces_start_here(function: F) -> F:
     return function
 
 
-_FORWARD_CALL = torch.nn.Module._call_impl.__code__.co_name
-
-
 def _user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
     """The module path and the lines of user code that `frame` was called from, outermost first."""
     lines: list[str] = []
@@ -100,8 +117,8 @@ def _user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
         code = frame.f_code
         if not is_library_file(code.co_filename):
             lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
-        elif code.co_name == _FORWARD_CALL and isinstance(frame.f_locals.get("self"), torch.nn.Module):
-            modules.append(frame.f_locals["self"])
+        elif (module := called_module(frame)) is not None:
+            modules.append(module)
         frame = frame.f_back
     return _module_path(modules[::-1]), tuple(reversed(lines))
 

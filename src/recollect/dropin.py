@@ -112,6 +112,10 @@ def checkpoint_sequential(
         raise _errors.unexpected_keywords(list(kwargs))
     if isinstance(segments, bool) or not isinstance(segments, int):
         raise TypeError(f"segments must be a whole number, got {_errors.describe_value(segments)}")
+    if not (hasattr(functions, "__len__") and hasattr(functions, "__getitem__")):
+        raise TypeError(
+            f"functions must be an nn.Sequential or a sequence of callables, got {_errors.describe_value(functions)}"
+        )
     chain = [functions[position] for position in range(len(functions))]
     if not 1 <= segments <= len(chain):
         raise ValueError(f"segments must be from 1 to {len(chain)}, the number of functions, got {segments}")

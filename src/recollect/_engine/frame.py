@@ -27,6 +27,7 @@ a frame replays under its lock, and locks are taken from inner frames to outer o
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from _thread import RLock  # threading.RLock is a Python function around it
 from collections.abc import Callable, Sequence
@@ -118,7 +119,7 @@ class Frame:
         task = graph_task_id()
         with self._lock:
             if task < 0:
-                return self._run(Replay(), only=slot)
+                return self._replay_outside(slot)
             replay = self.replays.get(task)
             if replay is not None and replay.covered > slot.index:
                 return replay
@@ -135,16 +136,39 @@ class Frame:
         key = ("group", id(group))
         replay = self.replays.get(key)
         if replay is None or replay.covered <= slot.index:
-            replay = self.replays[key] = self._run(Replay(grouped=True))
-            group.at_end(_EndOfPass(self, replay))
+            replay = self.replays[key] = self._run(Replay())
+            end = _EndOfPass(self, replay)
+            replay.group = weakref.ref(group, lambda _: end())
         return replay
 
-    def _run(self, replay: Replay, only: Slot | None = None) -> Replay:
+    def _replay_outside(self, slot: Slot) -> Replay:
+        """Replay for an access outside of any backward. It is a pass of its own, shared by the regions around this "
+        "one.
+        """
+        access = _outside.access
+        if access is None:
+            access = _Access()
+            try:
+                return self._run(Replay(), only=slot, access=access)
+            finally:
+                access.end()
+        replay = self.replays.get(access)
+        if replay is None:
+            replay = self.replays[access] = self._run(Replay(), access=access)
+            access.ends.append(_EndOfPass(self, replay))
+        return replay
+
+    def _run(self, replay: Replay, only: Slot | None = None, access: _Access | None = None) -> Replay:
+        before, _outside.access = _outside.access, access
         try:
-            run_replay(self, replay, only)
+            arguments = self.inputs.restore(self.region)
+            _outside.access = None  # what the function accesses is not part of this pass
+            run_replay(self, replay, arguments, only)
         except BaseException:
             self.forget(replay)  # half a replay is none
             raise
+        finally:
+            _outside.access = before
         return replay
 
     def forget(self, replay: Replay) -> None:
@@ -156,6 +180,28 @@ class Frame:
             slot = reference()
             if slot is not None and slot.recovered is not None:
                 slot.recovered.pop(replay, None)
+
+
+class _Access:
+    """An access to a saved tensor outside of any backward, as a pass."""
+
+    __slots__ = ("ends",)
+
+    def __init__(self) -> None:
+        self.ends: list[_EndOfPass] = []
+
+    def end(self) -> None:
+        for end in self.ends:
+            end()
+
+
+class _Outside(threading.local):
+    """The access for which this thread is fetching a region's inputs."""
+
+    access: _Access | None = None
+
+
+_outside = _Outside()
 
 
 class _EndOfPass:
@@ -184,7 +230,7 @@ def _unpack(slot: Slot) -> Tensor:
         replay = frame.replay_for(slot)
     entry = slot.recovered.pop(replay, None) if slot.recovered is not None else None
     if entry is None:
-        error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
+        error = _errors.groups_overlap if replay.group is not None else _errors.unpacked_twice
         raise error(frame.region(), slot.index)
     tensor, version = entry
     if tensor._version != version:

@@ -7,7 +7,6 @@ dies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import TracebackType
 
 from recollect._torch import drop_from_thread_state, find_in_thread_state, stash_in_thread_state
@@ -34,10 +33,7 @@ class GraphExecGroup:
         2
     """
 
-    __slots__ = ("__weakref__", "_at_end")
-
-    def __init__(self) -> None:
-        self._at_end: list[Callable[[], None]] = []
+    __slots__ = ("__weakref__",)
 
     def __enter__(self) -> GraphExecGroup:
         if current_group() is not None:
@@ -49,14 +45,6 @@ class GraphExecGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         drop_from_thread_state(_KEY)
-
-    def at_end(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called when this group is gone."""
-        self._at_end.append(callback)
-
-    def __del__(self) -> None:
-        for callback in self._at_end:
-            callback()
 
 
 def current_group() -> GraphExecGroup | None:

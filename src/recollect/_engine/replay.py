@@ -21,6 +21,8 @@ What this is not: it does not decide when to replay or who gets the result (fram
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from operator import methodcaller
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from torch import Tensor, inference_mode, is_grad_enabled, is_inference_mode_ena
 from recollect import _errors
 from recollect._ambient import Undo, restore, undo_all
 from recollect._errors import Signature
+from recollect._inputs import Arguments
 from recollect._torch import (
     OWN_REFERENCES,
     may_be_unfilled,
@@ -41,7 +44,10 @@ from recollect._torch import (
 from recollect._verify import OperatorTrace, first_difference, signature, traces_start_here
 
 if TYPE_CHECKING:
+    import weakref
+
     from recollect._engine.frame import Frame, Slot
+    from recollect._engine.groups import GraphExecGroup
 
 
 class Stop(BaseException):
@@ -51,18 +57,19 @@ class Stop(BaseException):
 class Replay:
     """What one pass got from one replay of one frame. The tensors themselves are in the slots, under this key."""
 
-    __slots__ = ("__weakref__", "covered", "grouped")
+    __slots__ = ("__weakref__", "covered", "group")
 
-    def __init__(self, *, grouped: bool = False) -> None:
+    def __init__(self) -> None:
         self.covered = 0  # slots with a lower number have been looked after
-        self.grouped = grouped
+        self.group: weakref.ref[GraphExecGroup] | None = None  # whose pass it is, if not that of one backward
 
 
+_detach: Callable[[Tensor], Tensor] = methodcaller("detach")
 _RUNNING, _STOP_IS_DUE, _COMPLETE = range(3)
 
 
-def run_replay(frame: Frame, replay: Replay, only: Slot | None = None) -> None:
-    """Fill the slots of `frame` that are alive, or `only` that one."""
+def run_replay(frame: Frame, replay: Replay, arguments: Arguments, only: Slot | None = None) -> None:
+    """Run the function on `arguments` and fill the slots of `frame` that are alive, or `only` that one."""
     slots, signatures, options = frame.slots, frame.signatures, frame.options
     known = len(slots)
     first, last = 0, known - 1
@@ -73,22 +80,24 @@ def run_replay(frame: Frame, replay: Replay, only: Slot | None = None) -> None:
     # Rule 6: inside an unfinished forward the number of slots is not final, and more of them are no mismatch.
     finished, early_stop = frame.finished, options.early_stop or only is not None
     check = options.determinism_check != "none"
-    args, kwargs = frame.inputs.restore(frame.region)
 
+    trace = OperatorTrace() if frame.trace is not None else None
+    detach = _detach if trace is None else trace.without(_detach)
     state = _RUNNING
+    stop: Stop | None = None
     count = 0
     unfilled_at = -1  # autograd's number for the operator that last packed what may be unfilled memory
     mismatches: list[tuple[int, Signature, Signature]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal state, count, unfilled_at
+        nonlocal state, stop, count, unfilled_at
         if state:
-            if state == _STOP_IS_DUE:
-                state = _COMPLETE
-                raise Stop
-            return tensor.detach() if tensor.requires_grad else tensor
+            if state == _STOP_IS_DUE and unfilled_at != sequence_number():
+                state, stop = _COMPLETE, Stop()
+                raise stop
+            return detach(tensor) if tensor.requires_grad else tensor
         if tensor.requires_grad:
-            kept = tensor.detach()  # the graph of the replay must not outlive it
+            kept = detach(tensor)  # the graph of the replay must not outlive it
         else:
             # Asked before `kept` is one more reference.
             if getrefcount(tensor) <= OWN_REFERENCES and may_be_unfilled(tensor):
@@ -109,27 +118,29 @@ def run_replay(frame: Frame, replay: Replay, only: Slot | None = None) -> None:
                     if unfilled_at == sequence_number():
                         state = _STOP_IS_DUE
                     else:
-                        state = _COMPLETE
-                        raise Stop
+                        state, stop = _COMPLETE, Stop()
+                        raise stop
         return kept
 
-    trace = OperatorTrace() if frame.trace is not None else None
     undo: list[Undo] = []
     try:
         _grad_mode_on(undo)
         restore(frame.ambient, undo)
         push_hooks(pack, _identity)
         undo.append(pop_hooks)
-        _call(frame, args, kwargs, trace)
+        _call(frame, arguments, trace)
     except BaseException as error:
-        if state != _COMPLETE:
+        # Neither an error of the function nor Ctrl-C while the stop was on its way may be lost.
+        if state != _COMPLETE or not isinstance(error, (Stop, Exception)):
             raise
-        if isinstance(error, Stop):
-            run_cut_short_hooks(error.__traceback__)
-        elif not isinstance(error, Exception):
-            raise  # Ctrl-C while the stop was on its way
     finally:
-        undo_all(undo)
+        try:
+            if stop is not None:
+                run_cut_short_hooks(stop.__traceback__)
+        finally:
+            if stop is not None:
+                stop.__traceback__ = None  # it holds the frames that hold it
+            undo_all(undo)
 
     if mismatches or state == _RUNNING:
         details = _compare_traces(frame, trace, stopped=state == _COMPLETE)
@@ -169,7 +180,8 @@ def _grad_mode_off() -> None:
 
 
 @traces_start_here
-def _call(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], trace: OperatorTrace | None) -> None:
+def _call(frame: Frame, arguments: Arguments, trace: OperatorTrace | None) -> None:
+    args, kwargs = arguments
     if frame.replay_context is None and trace is None:
         frame.function(*args, **kwargs)
         return
