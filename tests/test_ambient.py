@@ -472,6 +472,7 @@ def accelerator(monkeypatch):
         raise RuntimeError(f"no module for {device}")
 
     monkeypatch.setattr(torch, "get_device_module", get_device_module)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)  # no streams of a real one
     return fake
 
 

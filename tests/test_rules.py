@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import weakref
 from collections import OrderedDict, defaultdict, namedtuple
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -823,17 +825,27 @@ def test_rule_5_a_last_product_with_a_constant_mask_is_not_run_again():
     assert torch.equal(grad, x.cos() * mask)
 
 
-def test_rule_5_a_last_product_with_a_mask_made_inside_is_not_run_again():
+MASKS = {
+    "held by a variable": lambda x: _times(x, (x > 0).float()),
+    "held by nobody else": lambda x: x.sin() * (x > 0).float(),
+    "on the left": lambda x: torch.ones(3) * x.sin(),
+    "a view": lambda x: x.sin() * torch.ones(2, 3)[0],
+    "dropout": lambda x: F.dropout(x.sin(), 0.5),
+}
+
+
+def _times(x, mask):
+    return x.sin() * mask
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_rule_5_a_last_product_with_a_mask_made_inside_is_not_run_again(kind):
     forward, replay = CountOperators(), CountOperators()
+    both_ways(lambda call, x: call(MASKS[kind], x), leaf(3))
     x = leaf(3)
-
-    def function(x):
-        mask = (x > 0).float()
-        return x * mask
-
-    (grad,) = grad_of(checkpoint(function, x, context_fn=lambda: (forward, replay)), x)
+    grad_of(checkpoint(MASKS[kind], x, context_fn=lambda: (forward, replay)), x)
     assert (forward.counts["mul"], replay.counts["mul"]) == (1, 0)
-    assert torch.equal(grad, (x > 0).float())
+    assert (forward.counts["sin"], replay.counts["sin"]) == (1, 1)
 
 
 def test_rule_5_an_operator_that_saves_its_result_runs_again_and_nothing_after_it():
@@ -1549,6 +1561,13 @@ class ModelOutput(OrderedDict):
         self.__dict__.update(entries)
 
 
+class Interval(tuple):
+    """A tuple that is not made from a sequence."""
+
+    def __new__(cls, start, end):
+        return super().__new__(cls, (start, end))
+
+
 Pair = namedtuple("Pair", "first second")
 
 # name of the changed input in the message, and the arguments with the tensor `t` at that place
@@ -1563,6 +1582,7 @@ PLACES = {
     "args[1][1]": lambda t: ((Pair(None, t),), {}),
     "args[1]['cached']": lambda t: ((defaultdict(list, cached=t),), {}),
     "args[1]['hidden']": lambda t: ((ModelOutput(hidden=t),), {}),
+    "args[1][0]": lambda t: ((Interval(t, None),), {}),
     "args[1]['last'][0]": lambda t: ((OrderedDict(first=1, last=[t]),), {}),
     "mask": lambda t: ((), {"mask": t}),
     "masks[1]['x']": lambda t: ((), {"masks": [0, {"x": t}]}),
@@ -1810,6 +1830,31 @@ def test_rule_9_containers_are_given_to_the_replay_as_they_were(kind, with_tenso
     (grad,) = grad_of(y, x)
     assert seen == [with_tensor, with_tensor]
     assert torch.equal(grad, grad_of(sum([x * 2, x.exp()] if with_tensor else [x.exp()]).sin(), x)[0])
+
+
+SHARED = {
+    "list twice": (lambda h: (container := [h], container), lambda one, other: (one, other)),
+    "list and a tuple with it": (lambda h: (container := [h], (container,)), lambda one, other: (one, other[0])),
+    "list and a dict with it": (
+        lambda h: (container := [h], {"same": container}),
+        lambda one, other: (one, other["same"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_rule_9_one_container_in_two_places_stays_one(kind):
+    make, find = SHARED[kind]
+
+    def function(x, one, other):
+        one, same = find(one, other)
+        one.append(x.exp())
+        return same[-1].sin()
+
+    x = leaf(3)
+    one, other = make(x * 2)
+    (grad,) = grad_of(checkpoint(function, x, one, other), x)
+    assert torch.equal(grad, grad_of(x.exp().sin(), x)[0])
 
 
 def test_rule_9_an_input_of_an_inner_region_changed_by_its_parent_never_gives_a_wrong_gradient():
@@ -2334,3 +2379,31 @@ def test_rule_10_an_optimizer_step_between_two_steps():
             optimizer.step()
         weights.append(list(model.parameters()))
     assert_equal(weights[1], weights[0])
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("inner", ["ours", "stock", "stock, reentrant"])
+@pytest.mark.parametrize("outer", ["ours", "stock", "stock, reentrant"])
+def test_rule_10_regions_of_ours_and_of_stock_pytorch_in_each_other(outer, inner):
+    regions = {
+        "ours": checkpoint,
+        "stock": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+        "stock, reentrant": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True),
+    }
+
+    def run(outer, inner):
+        torch.manual_seed(0)
+        x = leaf(8)
+        outer(lambda x: inner(lambda h: F.dropout(h.exp(), 0.5).sin(), x.cos()).tanh(), x).sum().backward()
+        return x.grad
+
+    assert torch.equal(run(regions[outer], regions[inner]), run(plainly, plainly))
+
+
+def test_rule_10_batched_gradients():
+    both = []
+    for call in (plainly, checkpoint):
+        x = leaf(3)
+        y = call(lambda x: x.sin().exp(), x)
+        both.append(torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True))
+    assert_equal(both[1], both[0])

@@ -68,35 +68,53 @@ def find_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Te
     return tensors, flat
 
 
-def rebuild(value: Any, leaf: type, replace: Callable[[Any], Any], seen: frozenset[int] = frozenset()) -> Any:
-    """`value` with every `leaf` in it replaced. Containers around a leaf are new, all else is the same object."""
+def rebuild(value: Any, leaf: type, replace: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
+    """`value` with every `leaf` in it replaced. Lists and dicts are new, and one that stood in two places still does.
+
+    Objects of other kinds stay what they are, unless they are a named tuple or a dataclass with something new inside.
+    """
     if isinstance(value, leaf):
         return replace(value)
     kind = type(value)
-    if id(value) in seen:
+    if kind in _ATOMS:
         return value
-    seen = seen | {id(value)}
-    if kind is list or kind is tuple:
-        return kind([rebuild(part, leaf, replace, seen) for part in value])
+    made = {} if made is None else made
+    if id(value) in made:
+        return made[id(value)]
+    if kind is list:
+        parts = made[id(value)] = []  # before its parts: it may hold itself
+        parts.extend(rebuild(part, leaf, replace, made) for part in value)
+        return parts
     if kind is dict or kind is OrderedDict:
-        return kind((key, rebuild(part, leaf, replace, seen)) for key, part in value.items())
-    if isinstance(value, tuple):
-        parts = [rebuild(part, leaf, replace, seen) for part in value]
-        if all(new is old for new, old in zip(parts, value, strict=True)):
-            return value
-        # A named tuple has _make; torch's own result tuples (torch.return_types) take a sequence.
-        return value._make(parts) if hasattr(value, "_make") else kind(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, list, dict)):
-        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        new_parts = {name: rebuild(getattr(value, name), leaf, replace, seen) for name in fields}
-        changed = {name: part for name, part in new_parts.items() if part is not getattr(value, name)}
-        if not changed:
-            return value
-        twin = copy.copy(value)
-        for name, part in changed.items():
-            object.__setattr__(twin, name, part)  # also for frozen ones
-        return twin
+        entries = made[id(value)] = kind()
+        entries.update((key, rebuild(part, leaf, replace, made)) for key, part in value.items())
+        return entries
+    if kind is tuple or _is_named_tuple(value):
+        items = [rebuild(part, leaf, replace, made) for part in value]
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            value = tuple(items) if kind is tuple else value._make(items)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, (type, list, dict, tuple)):
+        value = _rebuild_dataclass(value, leaf, replace, made)
     return value
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_make") and hasattr(value, "_fields")
+
+
+def _rebuild_dataclass(value: Any, leaf: type, replace: Callable[[Any], Any], made: dict[int, Any]) -> Any:
+    twin = made[id(value)] = copy.copy(value)
+    changed = False
+    for field in dataclasses.fields(value):
+        if hasattr(value, field.name):
+            old = getattr(value, field.name)
+            new = rebuild(old, leaf, replace, made)
+            if new is not old and new is not twin:
+                changed = True
+            object.__setattr__(twin, field.name, new)  # also if it is frozen
+    if not changed:
+        made[id(value)] = value
+    return made[id(value)]
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -120,63 +138,48 @@ class _Place:
 class Inputs:
     """The arguments of one region call, from its forward to its replays."""
 
-    __slots__ = ("_args", "_as_they_are", "_changed", "_hooked", "_kwargs", "_tensors", "_versions")
+    __slots__ = ("_arguments", "_as_they_are", "_changed", "_hooked", "_tensors", "_versions", "_watched")
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], flat: bool, hooks: Hooks | None
     ) -> None:
+        self._arguments: Arguments = (args, kwargs)
+        self._tensors = tensors
+        self._watched = tensors if hooks is None else []  # hooks may let go of theirs, and watch for themselves
         self._versions = versions_of(tensors)
+        self._as_they_are = flat and hooks is None
         self._changed: str | None = None
         self._hooked: list[_Hooked] | None = None
-        self._tensors = tensors
-        self._args, self._kwargs = args, kwargs
-        self._as_they_are = flat and hooks is None
-        if hooks is not None:
-            self._tensors = []
-            self._hooked = self._hand_to(hooks)
-        elif not flat:
-            # Every tensor is a place of its own: no need to tell equal ones apart, their objects are kept.
-            self._replace_by_places({id(tensor): index for index, tensor in enumerate(tensors)})
+        if not self._as_they_are:
+            self._replace_by_places()
+            if hooks is not None:
+                with torch.no_grad():  # as around autograd's own calls of a pack hook
+                    self._hooked = [_Hooked(tensor, hooks) for tensor in self._tensors]
+                self._tensors = []
 
-    def _replace_by_places(self, index_of: dict[int, int]) -> None:
-        def place(tensor: Tensor) -> Any:
-            return _Place(index_of[id(tensor)])
+    def _replace_by_places(self) -> None:
+        """Take the tensors out of the arguments, each object once; what only user objects can reach stays in them."""
+        places: dict[int, _Place] = {}
+        reached: list[Tensor] = []
 
-        self._args = rebuild(self._args, Tensor, place)
-        self._kwargs = rebuild(self._kwargs, Tensor, place)
+        def place(tensor: Tensor) -> _Place:
+            if id(tensor) not in places:
+                places[id(tensor)] = _Place(len(reached))
+                reached.append(tensor)
+            return places[id(tensor)]
 
-    def _hand_to(self, hooks: Hooks) -> list[_Hooked]:
-        """Pack the tensors as autograd would, each object once. What only user objects can reach stays in them."""
-        reached: dict[int, Tensor] = {}
-
-        def collect(tensor: Tensor) -> Tensor:
-            reached.setdefault(id(tensor), tensor)
-            return tensor
-
-        rebuild(self._args, Tensor, collect)
-        rebuild(self._kwargs, Tensor, collect)
-        self._replace_by_places({key: index for index, key in enumerate(reached)})
-        with torch.no_grad():  # as around autograd's own calls of a pack hook
-            return [_Hooked(tensor, hooks) for tensor in reached.values()]
+        self._arguments = rebuild(self._arguments, Tensor, place)
+        self._tensors = reached
 
     def forward_ended(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         """Look whether the region changed what it was given: then let go of it, for no replay can use it.
 
         Letting go matters: an input that the region changed in place holds the region's graph, which holds this.
         """
-        if versions_of(tensors) != self._versions:
-            self._changed = self._first_changed(args, kwargs, tensors)
-            self._args, self._kwargs, self._tensors, self._hooked = (), {}, [], None
-
-    def _first_changed(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> str:
         versions = versions_of(tensors)
-        index = next(i for i, version in enumerate(versions) if version != self._versions[i])
-        names = [name for name, _ in named_tensors(args, "args")]
-        names += [name for key, value in kwargs.items() for name, _ in named_tensors(value, key)]
-        now, then = versions[index], self._versions[index]
-        # The containers may have been changed too: then the name is not to be had.
-        name = names[index] if len(names) == len(tensors) else f"tensor {index} of the arguments"
-        return f"{name} ({_errors.describe_tensor(tensors[index])}), at version {now} instead of {then}"
+        if versions != self._versions:
+            self._changed = _first_changed((args, kwargs), tensors, versions, self._versions)
+            self._arguments, self._tensors, self._watched, self._hooked = ((), {}), [], [], None
 
     def restore(self, region: Callable[[], str]) -> Arguments:
         """The arguments as the forward got them; raises where that is no longer possible (rule 9)."""
@@ -184,18 +187,30 @@ class Inputs:
             raise _errors.input_changed(region(), self._changed, by_region=True)
         if self._hooked is not None:
             with torch.no_grad():
-                return self._rebuilt([hooked.get(region) for hooked in self._hooked])
-        tensors = self._tensors
-        if versions_of(tensors) != self._versions:
-            args, kwargs = self._rebuilt(tensors)
-            raise _errors.input_changed(region(), self._first_changed(args, kwargs, tensors), by_region=False)
-        return (self._args, self._kwargs) if self._as_they_are else self._rebuilt(tensors)
+                return self._filled([hooked.get(region) for hooked in self._hooked])
+        arguments = self._arguments if self._as_they_are else self._filled(self._tensors)
+        versions = versions_of(self._watched)
+        if versions != self._versions:
+            what = _first_changed(arguments, self._watched, versions, self._versions)
+            raise _errors.input_changed(region(), what, by_region=False)
+        return arguments
 
-    def _rebuilt(self, tensors: list[Tensor]) -> Arguments:
+    def _filled(self, tensors: list[Tensor]) -> Arguments:
         def fill(place: _Place) -> Tensor:
             return tensors[place.index]
 
-        return rebuild(self._args, _Place, fill), rebuild(self._kwargs, _Place, fill)
+        arguments: Arguments = rebuild(self._arguments, _Place, fill)
+        return arguments
+
+
+def _first_changed(arguments: Arguments, tensors: list[Tensor], now: list[int], then: list[int]) -> str:
+    args, kwargs = arguments
+    index = next(i for i, (new, old) in enumerate(zip(now, then, strict=True)) if new != old)
+    names = [name for name, _ in named_tensors(args, "args")]
+    names += [name for key, value in kwargs.items() for name, _ in named_tensors(value, key)]
+    # A container may hold other tensors than before: then the name is not to be had.
+    name = names[index] if len(names) == len(tensors) else f"tensor {index} of the arguments"
+    return f"{name} ({_errors.describe_tensor(tensors[index])}), at version {now[index]} instead of {then[index]}"
 
 
 class _Hooked:

@@ -71,17 +71,11 @@ def is_plain_backward() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())
 
 
-# An object that travels with torch's own thread-local state, so that autograd's device threads see it. Since 2.0.
-def stash_in_thread_state(key: str, value: object) -> None:
-    torch._C._stash_obj_in_tls(key, value)
-
-
-def drop_from_thread_state(key: str) -> None:
-    torch._C._remove_obj_from_tls(key)
-
-
-def find_in_thread_state(key: str) -> Any:
-    return torch._C._get_obj_in_tls(key) if torch._C._is_key_in_tls(key) else None
+# The group of backward calls that is in force, an object that travels with torch's own thread-local state, so that
+# autograd's
+# device threads see it. Since 2.10. PyTorch's own groups are kept here too, so ours and theirs know of each other.
+current_group: Callable[[], Any] = torch._C._get_graph_exec_group
+set_current_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 
 
 def default_device() -> torch.device | None:
@@ -124,15 +118,14 @@ def is_initialised(module: Any) -> bool:
 
 
 def nested_sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What stands for the shape of a nested tensor, equal for equal contents of separate constructions.
+    """What stands for the shape of a nested tensor: a strided one has none of its own.
 
-    A jagged shape names its ragged dimension by a number that is new for every construction, and a strided one has
-    no shape at all. `_values` since 2.1, `_nested_tensor_size` since 1.13.
+    A jagged shape names its ragged dimension by a number that is new for every construction: a tensor that was built
+    anew in a replay does not fit the graph of the forward, and shows here. `_nested_tensor_size` since 1.13.
     """
     if tensor.layout == torch.jagged:
-        return (tensor.dim(), tuple(tensor._values.shape))  # type: ignore[attr-defined]
-    sizes = tensor._nested_tensor_size()
-    return (tensor.dim(), tuple(map(tuple, sizes.tolist())))
+        return tuple(tensor.shape)
+    return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
 
 
 def is_stock_noop_context_fn(function: object) -> bool:

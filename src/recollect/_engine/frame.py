@@ -37,11 +37,18 @@ from typing import Any
 from torch import Tensor
 
 from recollect import _ambient, _errors
-from recollect._engine.groups import GraphExecGroup, current_group
 from recollect._engine.replay import Replay, or_nothing, run_replay
 from recollect._errors import Signature
 from recollect._inputs import Inputs, find_tensors
-from recollect._torch import at_end_of_pass, current_node, graph_task_id, pop_hooks, push_hooks, top_hooks
+from recollect._torch import (
+    at_end_of_pass,
+    current_group,
+    current_node,
+    graph_task_id,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
 from recollect._verify import OperatorTrace, signature, traces_start_here
 
 
@@ -132,7 +139,7 @@ class Frame:
             self.replays[task] = replay
             return replay
 
-    def _replay_in_group(self, group: GraphExecGroup, slot: Slot) -> Replay:
+    def _replay_in_group(self, group: Any, slot: Slot) -> Replay:
         key = ("group", id(group))
         replay = self.replays.get(key)
         if replay is None or replay.covered <= slot.index:
@@ -142,9 +149,7 @@ class Frame:
         return replay
 
     def _replay_outside(self, slot: Slot) -> Replay:
-        """Replay for an access outside of any backward. It is a pass of its own, shared by the regions around this "
-        "one.
-        """
+        """Replay for an access outside of any backward: a pass of its own, shared by the regions around this one."""
         access = _outside.access
         if access is None:
             access = _Access()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from recollect._torch import drop_from_thread_state, find_in_thread_state, stash_in_thread_state
-
-_KEY = "recollect.group"
+from recollect._torch import current_group, set_current_group
 
 
 class GraphExecGroup:
@@ -38,16 +36,10 @@ class GraphExecGroup:
     def __enter__(self) -> GraphExecGroup:
         if current_group() is not None:
             raise RuntimeError("GraphExecGroup contexts cannot be nested: leave the one that is in force first")
-        stash_in_thread_state(_KEY, self)
+        set_current_group(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        drop_from_thread_state(_KEY)
-
-
-def current_group() -> GraphExecGroup | None:
-    """The group whose backward runs in this thread."""
-    group: GraphExecGroup | None = find_in_thread_state(_KEY)
-    return group
+        set_current_group(None)

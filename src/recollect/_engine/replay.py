@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     import weakref
 
     from recollect._engine.frame import Frame, Slot
-    from recollect._engine.groups import GraphExecGroup
 
 
 class Stop(BaseException):
@@ -61,7 +60,7 @@ class Replay:
 
     def __init__(self) -> None:
         self.covered = 0  # slots with a lower number have been looked after
-        self.group: weakref.ref[GraphExecGroup] | None = None  # whose pass it is, if not that of one backward
+        self.group: weakref.ref[Any] | None = None  # whose pass it is, if not that of one backward
 
 
 _detach: Callable[[Tensor], Tensor] = methodcaller("detach")
