@@ -5,8 +5,8 @@ go. A slot knows its frame and its number. The frame knows its slots by weak ref
 lives exactly as long as autograd's graph holds a slot, and dies without the garbage collector.
 
 When backward asks for a slot, the frame sees to it that its function has been replayed for the current pass and
-hands over what the slot got. Recovered tensors sit in the slots themselves, under the key of their replay: a slot
-that dies takes its tensor along, at the moment when plain autograd would have freed it.
+hands over what was recovered for the slot. A pass has a replay of its own, so passes that overlap (a backward inside a
+hook of another, two threads over one graph) do not meet.
 
 Rules (numbers as in the contract):
 1. The innermost hooks own a saved tensor: that is how autograd's hook stack works, nothing is done for it here.
@@ -64,19 +64,13 @@ class Options:
 
 
 class Slot:
-    """The place-holder that autograd holds instead of a saved tensor. Its maker sets the fields.
-
-    `recovered` holds what replays put here, with the version it had then, by replay: several only if a second pass
-    runs before the first has ended (a backward inside a hook of another, two threads). Taking and putting are
-    single operations on a dict, so that two threads cannot come between each other.
-    """
+    """The place-holder that autograd holds instead of a saved tensor. Its maker sets the fields."""
 
     # No __init__: calling one costs as much as all the rest of making a slot.
-    __slots__ = ("__weakref__", "frame", "index", "recovered")
+    __slots__ = ("__weakref__", "frame", "index")
 
     frame: Frame
     index: int
-    recovered: dict[Replay, tuple[Tensor, int]] | None
 
 
 class Frame:
@@ -128,11 +122,11 @@ class Frame:
             if task < 0:
                 return self._replay_outside(slot)
             replay = self.replays.get(task)
-            if replay is not None and replay.covered > slot.index:
+            if replay is not None and len(replay.tensors) > slot.index:
                 return replay
             group = current_group()
             if group is None:
-                replay = self._run(Replay())
+                replay = self._run()
                 at_end_of_pass(_EndOfPass(self, replay))
             else:
                 replay = self._replay_in_group(group, slot)
@@ -140,12 +134,12 @@ class Frame:
             return replay
 
     def _replay_in_group(self, group: Any, slot: Slot) -> Replay:
-        key = ("group", id(group))
-        replay = self.replays.get(key)
-        if replay is None or replay.covered <= slot.index:
-            replay = self.replays[key] = self._run(Replay())
+        replay = self.replays.get(weakref.ref(group))
+        if replay is None or len(replay.tensors) <= slot.index:
+            replay = self._run()
+            replay.grouped = True
             end = _EndOfPass(self, replay)
-            replay.group = weakref.ref(group, lambda _: end())
+            self.replays[weakref.ref(group, lambda _: end())] = replay
         return replay
 
     def _replay_outside(self, slot: Slot) -> Replay:
@@ -154,37 +148,30 @@ class Frame:
         if access is None:
             access = _Access()
             try:
-                return self._run(Replay(), only=slot, access=access)
+                return self._run(only=slot, access=access)
             finally:
                 access.end()
         replay = self.replays.get(access)
         if replay is None:
-            replay = self.replays[access] = self._run(Replay(), access=access)
+            replay = self.replays[access] = self._run(access=access)
             access.ends.append(_EndOfPass(self, replay))
         return replay
 
-    def _run(self, replay: Replay, only: Slot | None = None, access: _Access | None = None) -> Replay:
+    def _run(self, only: Slot | None = None, access: _Access | None = None) -> Replay:
         before, _outside.access = _outside.access, access
         try:
             arguments = self.inputs.restore(self.region)
             _outside.access = None  # what the function accesses is not part of this pass
-            run_replay(self, replay, arguments, only)
-        except BaseException:
-            self.forget(replay)  # half a replay is none
-            raise
+            return run_replay(self, arguments, only)
         finally:
             _outside.access = before
-        return replay
 
     def forget(self, replay: Replay) -> None:
         """Drop what `replay` recovered and nobody took."""
+        replay.tensors.clear()
         for key, value in list(self.replays.items()):
             if value is replay:
                 del self.replays[key]
-        for reference in self.slots:
-            slot = reference()
-            if slot is not None and slot.recovered is not None:
-                slot.recovered.pop(replay, None)
 
 
 class _Access:
@@ -229,17 +216,17 @@ class _EndOfPass:
 
 def _unpack(slot: Slot) -> Tensor:
     """Give autograd the tensor of `slot` for the running pass, once; replay if this pass has not done so yet."""
-    frame = slot.frame
+    frame, index = slot.frame, slot.index
     replay = frame.replays.get(graph_task_id())
-    if replay is None or replay.covered <= slot.index:
+    if replay is None or len(replay.tensors) <= index:
         replay = frame.replay_for(slot)
-    entry = slot.recovered.pop(replay, None) if slot.recovered is not None else None
-    if entry is None:
-        error = _errors.groups_overlap if replay.group is not None else _errors.unpacked_twice
-        raise error(frame.region(), slot.index)
-    tensor, version = entry
-    if tensor._version != version:
-        raise _errors.saved_tensor_changed(frame.region(), slot.index, tensor, version, current_node())
+    tensor = replay.tensors[index]
+    if tensor is None:
+        error = _errors.unpacked_twice if not replay.grouped else _errors.groups_overlap
+        raise error(frame.region(), index)
+    replay.tensors[index] = None
+    if tensor._version != replay.versions[index]:
+        raise _errors.saved_tensor_changed(frame.region(), index, tensor, replay.versions[index], current_node())
     return tensor
 
 
@@ -263,7 +250,6 @@ def run_region(
         slot = Slot()
         slot.frame = frame
         slot.index = len(slots)
-        slot.recovered = None
         slots.append(reference(slot))
         return slot
 

@@ -44,8 +44,6 @@ from recollect._torch import (
 from recollect._verify import OperatorTrace, first_difference, signature, traces_start_here
 
 if TYPE_CHECKING:
-    import weakref
-
     from recollect._engine.frame import Frame, Slot
 
 
@@ -54,47 +52,45 @@ class Stop(BaseException):
 
 
 class Replay:
-    """What one pass got from one replay of one frame. The tensors themselves are in the slots, under this key."""
+    """What one replay of a frame recovered, for one pass. Entries are None once handed over, and where a slot was "
+    "dead.
+    """
 
-    __slots__ = ("__weakref__", "covered", "group")
+    __slots__ = ("grouped", "tensors", "versions")
 
     def __init__(self) -> None:
-        self.covered = 0  # slots with a lower number have been looked after
-        self.group: weakref.ref[Any] | None = None  # whose pass it is, if not that of one backward
+        self.tensors: list[Tensor | None] = []
+        self.versions: list[int] = []  # of each tensor when it was saved
+        self.grouped = False  # for the pass of a group rather than of one backward
 
 
 _detach: Callable[[Tensor], Tensor] = methodcaller("detach")
 _RUNNING, _STOP_IS_DUE, _COMPLETE = range(3)
 
 
-def run_replay(frame: Frame, replay: Replay, arguments: Arguments, only: Slot | None = None) -> None:
-    """Run the function on `arguments` and fill the slots of `frame` that are alive, or `only` that one."""
-    slots, signatures, options = frame.slots, frame.signatures, frame.options
+def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> Replay:
+    """Run the function on `arguments` and recover the tensors of the slots that are alive, or of `only` that one."""
+    replay = Replay()
+    tensors, versions = replay.tensors, replay.versions
+    signatures: list[Signature] = []
+    slots, options = frame.slots, frame.options
     known = len(slots)
-    first, last = 0, known - 1
-    if only is not None:
-        first = last = only.index
+    last = known - 1 if only is None else only.index
     while slots[last]() is None:  # the slot that is asked for is alive
         last -= 1
+    early_stop = options.early_stop or only is not None
     # Rule 6: inside an unfinished forward the number of slots is not final, and more of them are no mismatch.
-    finished, early_stop = frame.finished, options.early_stop or only is not None
-    check = options.determinism_check != "none"
+    finished = frame.finished
 
     trace = OperatorTrace() if frame.trace is not None else None
     detach = _detach if trace is None else trace.without(_detach)
     state = _RUNNING
     stop: Stop | None = None
-    count = 0
+    surplus = 0
     unfilled_at = -1  # autograd's number for the operator that last packed what may be unfilled memory
-    mismatches: list[tuple[int, Signature, Signature]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal state, stop, count, unfilled_at
-        if state:
-            if state == _STOP_IS_DUE and unfilled_at != sequence_number():
-                state, stop = _COMPLETE, Stop()
-                raise stop
-            return detach(tensor) if tensor.requires_grad else tensor
+        nonlocal state, stop, surplus, unfilled_at
         if tensor.requires_grad:
             kept = detach(tensor)  # the graph of the replay must not outlive it
         else:
@@ -102,24 +98,23 @@ def run_replay(frame: Frame, replay: Replay, arguments: Arguments, only: Slot | 
             if getrefcount(tensor) <= OWN_REFERENCES and may_be_unfilled(tensor):
                 unfilled_at = sequence_number()
             kept = tensor
-        index = count
-        count += 1
-        if first <= index <= last:
-            slot = slots[index]()
-            if slot is not None:
-                if check and signatures[index] != (now := signature(tensor)):
-                    mismatches.append((index, signatures[index], now))
-                if slot.recovered is None:
-                    slot.recovered = {replay: (kept, kept._version)}
-                else:
-                    slot.recovered[replay] = (kept, kept._version)
-                if index == last and early_stop:
-                    if unfilled_at == sequence_number():
-                        state = _STOP_IS_DUE
-                    else:
-                        state, stop = _COMPLETE, Stop()
-                        raise stop
-        return kept
+        index = len(tensors)
+        if index <= last:
+            versions.append(kept._version)
+            signatures.append(signature(tensor))
+            tensors.append(kept if slots[index]() is not None and (only is None or index == last) else None)
+            if index < last or not early_stop:
+                return kept
+            if unfilled_at == sequence_number():
+                state = _STOP_IS_DUE
+                return kept
+        elif state == _RUNNING:
+            surplus += 1
+            return kept
+        elif state == _COMPLETE or unfilled_at == sequence_number():
+            return kept
+        state, stop = _COMPLETE, Stop()
+        raise stop
 
     undo: list[Undo] = []
     try:
@@ -141,16 +136,22 @@ def run_replay(frame: Frame, replay: Replay, arguments: Arguments, only: Slot | 
                 stop.__traceback__ = None  # it holds the frames that hold it
             undo_all(undo)
 
-    if mismatches or state == _RUNNING:
+    differ = options.determinism_check != "none" and signatures != frame.signatures[: len(signatures)]
+    if differ or state == _RUNNING:
         details = _compare_traces(frame, trace, stopped=state == _COMPLETE)
-        if mismatches:
+        pairs = zip(tensors, frame.signatures, signatures, strict=False)
+        mismatches = [
+            (i, then, now) for i, (tensor, then, now) in enumerate(pairs) if tensor is not None and then != now
+        ]
+        if differ and mismatches:
             raise _errors.different_metadata(frame.region(), mismatches, known, details)
         # The function came to its end before the last slot, or was to run to its end.
+        count = len(tensors) + surplus
         if count <= last or (finished and count < known):
             raise _errors.fewer_saved(frame.region(), known, count, details)
         if finished and count > known:
             raise _errors.more_saved(frame.region(), known, count, details)
-    replay.covered = known
+    return replay
 
 
 def _compare_traces(frame: Frame, trace: OperatorTrace | None, *, stopped: bool) -> str:
