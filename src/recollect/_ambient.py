@@ -21,18 +21,20 @@ from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled
 
 from recollect import _errors
 from recollect._inputs import named_tensors
 from recollect._torch import (
     accelerator_module,
+    are_plain,
     default_device,
     function_mode_count,
     is_initialised,
-    reading,
     set_torch_function_state,
+    torch_function_enabled,
     torch_function_state,
+    without_torch_function,
 )
 
 Undo = Callable[[], object]
@@ -52,7 +54,7 @@ def capture(tensors: Sequence[Tensor], *, preserve_rng_state: bool) -> list[Part
     device_type = _device_type_of(tensors)
     module = accelerator_module(device_type)
     parts: list[Part] = [
-        TorchFunctions(),
+        _TORCH_FUNCTIONS_ON if torch_function_enabled() else TorchFunctions(torch_function_state()),
         Autocast(device_type),
         DefaultDevice(default_device()) if function_mode_count() else _NO_DEFAULT_DEVICE,
     ]
@@ -170,10 +172,10 @@ class Autocast:
     def __init__(self, device_type: str) -> None:
         self._types = _autocast_types(device_type)
         self._states = _autocast_states(self._types)
-        self._cache = torch.is_autocast_cache_enabled()
+        self._cache = is_autocast_cache_enabled()
 
     def restore(self) -> Undo | None:
-        now, cache_is_right = _autocast_states(self._types), torch.is_autocast_cache_enabled() == self._cache
+        now, cache_is_right = _autocast_states(self._types), is_autocast_cache_enabled() == self._cache
         if cache_is_right and now == self._states:
             return None
         return _enter(
@@ -192,7 +194,7 @@ def _autocast_types(device_type: str) -> tuple[str, ...]:
 
 
 def _autocast_states(types: tuple[str, ...]) -> list[tuple[bool, torch.dtype]]:
-    return [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types]
+    return [(is_autocast_enabled(kind), get_autocast_dtype(kind)) for kind in types]
 
 
 def _enter(contexts: Sequence[Any]) -> Undo | None:
@@ -236,8 +238,8 @@ class TorchFunctions:
 
     __slots__ = ("_state",)
 
-    def __init__(self) -> None:
-        self._state = torch_function_state()
+    def __init__(self, state: Any) -> None:
+        self._state = state
 
     def restore(self) -> Undo | None:
         now = torch_function_state()
@@ -245,6 +247,21 @@ class TorchFunctions:
             return None
         set_torch_function_state(self._state)
         return partial(set_torch_function_state, now)
+
+
+class TorchFunctionsOn:
+    """The usual state: asked."""
+
+    __slots__ = ()
+
+    def restore(self) -> Undo | None:
+        if torch_function_enabled():
+            return None
+        return TorchFunctions(_ENABLED).restore()
+
+
+_TORCH_FUNCTIONS_ON = TorchFunctionsOn()
+_ENABLED = torch_function_state()
 
 
 # --- Where an accelerator works ---
@@ -297,8 +314,11 @@ class DefaultDeviceType:
 
 
 def _device_type_of(tensors: Sequence[Tensor]) -> str:
-    with reading(tensors):
+    if are_plain(tensors):
         types = [tensor.device.type for tensor in tensors if not tensor.is_cpu]
+    else:
+        with without_torch_function():
+            types = [tensor.device.type for tensor in tensors if not tensor.is_cpu]
     if not types:
         return DefaultDeviceType.get_device_type()
     kinds = sorted(set(types))

@@ -126,15 +126,13 @@ def input_changed(region: str, what: str, *, by_region: bool) -> CheckpointError
     )
 
 
-def saved_tensor_changed(region: str, index: int, tensor: Tensor, version: int, node: object) -> CheckpointError:
+def saved_tensor_changed(region: str, index: int, tensor: Tensor, node: object) -> CheckpointError:
     operator = f"that {_node_name(node)} saved " if node is not None else ""
     return CheckpointError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"the tensor {operator}({describe_tensor(tensor)}, saved tensor {index} of the checkpointed region {region}) "
-        "is at version "
-        f"{tensor._version} instead of {version}: the function changed it after an operator had saved it. Plain "
-        "autograd "
-        "refuses this too. Use the out-of-place operator, or change a clone; debug=True lists the operators"
+        f"the tensor {operator}({describe_tensor(tensor)}, saved tensor {index} of the checkpointed region {region}). "
+        "The function changed it after an operator had saved it. Plain autograd refuses this too. Use the out-of-place "
+        "operator, or change a clone; debug=True lists the operators"
     )
 
 

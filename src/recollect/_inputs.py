@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from recollect import _errors
-from recollect._torch import Hooks, reading
+from recollect._torch import Hooks, are_plain, without_torch_function
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -119,11 +119,17 @@ def _rebuild_dataclass(value: Any, leaf: type, replace: Callable[[Any], Any], ma
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was changed in place; a tensor made in inference mode does not count."""
-    with reading(tensors):
-        try:
-            return [tensor._version for tensor in tensors]
-        except RuntimeError:
-            return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    if not are_plain(tensors):
+        with without_torch_function():
+            return [_version_of(tensor) for tensor in tensors]
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [_version_of(tensor) for tensor in tensors]
+
+
+def _version_of(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 class _Place:
@@ -222,7 +228,7 @@ class _Hooked:
         pack, self._unpack = hooks
         self._version = versions_of((tensor,))
         self._original = weakref.ref(tensor)
-        with reading((tensor,)):
+        with without_torch_function():
             self._requires_grad = tensor.requires_grad
         self._packed = pack(tensor)
 

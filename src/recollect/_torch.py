@@ -6,7 +6,6 @@ project's tests ran on that version of torch. Nothing here holds state of its ow
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import warnings
@@ -45,19 +44,20 @@ sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # How many torch-function modes this thread has: without any, no default device can be in force. Since 2.0.
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
-# Whether a subclass's __torch_function__ and torch-function modes are asked in this thread. Since 2.1.
+# Whether a subclass's __torch_function__ and torch-function modes are asked in this thread. Since 2.0; the exact state
+# since 2.1.
+torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 torch_function_state: Callable[[], Any] = torch._C._get_torch_function_state  # type: ignore[attr-defined]
 set_torch_function_state: Callable[[Any], None] = torch._C._set_torch_function_state  # type: ignore[attr-defined]
 # Hides a tensor subclass's __torch_function__. Since 2.0.
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
-PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
-_NOTHING_TO_HIDE = contextlib.nullcontext()
+_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def reading(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Under it, reading attributes of `tensors` does not wake a subclass's `__torch_function__`."""
-    return _NOTHING_TO_HIDE if PLAIN_TYPES.issuperset(map(type, tensors)) else without_torch_function()
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether none is of a subclass, whose `__torch_function__` would be asked even when an attribute is read."""
+    return _PLAIN_TYPES.issuperset(map(type, tensors))
 
 
 # Have the running backward call something at its end; a backward that fails drops it without a call. Since 0.4, used by

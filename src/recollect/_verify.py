@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +21,6 @@ from torch import Tensor
 from recollect import _errors
 from recollect._errors import Signature
 from recollect._torch import (
-    PLAIN_TYPES,
     TorchDispatchMode,
     called_module,
     is_library_file,
@@ -29,15 +29,16 @@ from recollect._torch import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
+R = TypeVar("R")
+
+
+# The signature of a tensor of torch's own type, but for nested ones of strided layout, which have no shape:
+# RuntimeError.
+plain_signature: Callable[[Tensor], Signature] = attrgetter("shape", "dtype", "device")
 
 
 def signature(tensor: Tensor) -> Signature:
-    """Shape, dtype and device, read without waking a subclass's `__torch_function__`."""
-    if type(tensor) in PLAIN_TYPES:
-        try:
-            return (tensor.shape, tensor.dtype, tensor.device)
-        except RuntimeError:  # a nested tensor of strided layout has no shape
-            pass
+    """Shape, dtype and device of any tensor, read without waking a subclass's `__torch_function__`."""
     with without_torch_function():
         shape = nested_sizes(tensor) if tensor.is_nested else tensor.shape
         return (shape, tensor.dtype, tensor.device)
@@ -69,17 +70,13 @@ class OperatorTrace(TorchDispatchMode):
         self.operators: list[Operator] = []
         self._paused = False
 
-    def without(self, function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-        """`function`, with its operators left out of the trace."""
-
-        def hidden(tensor: Tensor) -> Any:
-            self._paused = True
-            try:
-                return function(tensor)
-            finally:
-                self._paused = False
-
-        return hidden
+    def without(self, function: Callable[[], R]) -> R:
+        """Call `function`, with its operators left out of the trace."""
+        self._paused = True
+        try:
+            return function()
+        finally:
+            self._paused = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

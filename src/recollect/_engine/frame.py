@@ -49,7 +49,7 @@ from recollect._torch import (
     push_hooks,
     top_hooks,
 )
-from recollect._verify import OperatorTrace, signature, traces_start_here
+from recollect._verify import OperatorTrace, plain_signature, signature, traces_start_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +225,9 @@ def _unpack(slot: Slot) -> Tensor:
         error = _errors.unpacked_twice if not replay.grouped else _errors.groups_overlap
         raise error(frame.region(), index)
     replay.tensors[index] = None
-    if tensor._version != replay.versions[index]:
-        raise _errors.saved_tensor_changed(frame.region(), index, tensor, replay.versions[index], current_node())
+    version = tensor._version
+    if version and version != replay.versions.get(index, 0):
+        raise _errors.saved_tensor_changed(frame.region(), index, tensor, current_node())
     return tensor
 
 
@@ -246,7 +247,10 @@ def run_region(
     reference = weakref.ref
 
     def pack(tensor: Tensor) -> Slot:
-        signatures.append(signature(tensor))
+        try:
+            signatures.append(plain_signature(tensor) if type(tensor) is Tensor else signature(tensor))
+        except RuntimeError:
+            signatures.append(signature(tensor))
         slot = Slot()
         slot.frame = frame
         slot.index = len(slots)

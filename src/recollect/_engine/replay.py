@@ -21,8 +21,6 @@ What this is not: it does not decide when to replay or who gets the result (fram
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from operator import methodcaller
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +39,7 @@ from recollect._torch import (
     sequence_number,
     set_grad_enabled,
 )
-from recollect._verify import OperatorTrace, first_difference, signature, traces_start_here
+from recollect._verify import OperatorTrace, first_difference, plain_signature, signature, traces_start_here
 
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame, Slot
@@ -60,11 +58,10 @@ class Replay:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor | None] = []
-        self.versions: list[int] = []  # of each tensor when it was saved
+        self.versions: dict[int, int] = {}  # of each tensor when it was saved, where it was not 0
         self.grouped = False  # for the pass of a group rather than of one backward
 
 
-_detach: Callable[[Tensor], Tensor] = methodcaller("detach")
 _RUNNING, _STOP_IS_DUE, _COMPLETE = range(3)
 
 
@@ -78,21 +75,22 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     last = known - 1 if only is None else only.index
     while slots[last]() is None:  # the slot that is asked for is alive
         last -= 1
+    all_alive = only is None and None not in [reference() for reference in slots]
     early_stop = options.early_stop or only is not None
     # Rule 6: inside an unfinished forward the number of slots is not final, and more of them are no mismatch.
     finished = frame.finished
 
     trace = OperatorTrace() if frame.trace is not None else None
-    detach = _detach if trace is None else trace.without(_detach)
     state = _RUNNING
     stop: Stop | None = None
     surplus = 0
     unfilled_at = -1  # autograd's number for the operator that last packed what may be unfilled memory
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal state, stop, surplus, unfilled_at
+        nonlocal unfilled_at
         if tensor.requires_grad:
-            kept = detach(tensor)  # the graph of the replay must not outlive it
+            # The graph of the replay must not outlive it.
+            kept = tensor.detach() if trace is None else trace.without(tensor.detach)
         else:
             # Asked before `kept` is one more reference.
             if getrefcount(tensor) <= OWN_REFERENCES and may_be_unfilled(tensor):
@@ -100,21 +98,31 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             kept = tensor
         index = len(tensors)
         if index <= last:
-            versions.append(kept._version)
-            signatures.append(signature(tensor))
-            tensors.append(kept if slots[index]() is not None and (only is None or index == last) else None)
-            if index < last or not early_stop:
+            try:
+                signatures.append(plain_signature(tensor) if type(tensor) is Tensor else signature(tensor))
+            except RuntimeError:
+                signatures.append(signature(tensor))
+            if kept._version:
+                versions[index] = kept._version
+            tensors.append(kept if all_alive or is_needed(index) else None)
+            if index < last:
                 return kept
+        end_if_complete(index)
+        return kept
+
+    def is_needed(index: int) -> bool:
+        return index == last if only is not None else slots[index]() is not None
+
+    def end_if_complete(index: int) -> None:
+        nonlocal state, stop, surplus
+        if not early_stop:
+            surplus += index > last
+        elif state != _COMPLETE:
             if unfilled_at == sequence_number():
                 state = _STOP_IS_DUE
-                return kept
-        elif state == _RUNNING:
-            surplus += 1
-            return kept
-        elif state == _COMPLETE or unfilled_at == sequence_number():
-            return kept
-        state, stop = _COMPLETE, Stop()
-        raise stop
+            else:
+                state, stop = _COMPLETE, Stop()
+                raise stop
 
     undo: list[Undo] = []
     try:
