@@ -51,7 +51,8 @@ class Part(Protocol):
 
 def capture(tensors: Sequence[Tensor], *, preserve_rng_state: bool) -> list[Part]:
     """The state around a region that is about to run on `tensors`."""
-    device_type = _device_type_of(tensors)
+    devices = _devices_of(tensors)
+    device_type = _type_of(devices)
     module = accelerator_module(device_type)
     parts: list[Part] = [
         _TORCH_FUNCTIONS_ON if torch_function_enabled() else TorchFunctions(torch_function_state()),
@@ -61,7 +62,7 @@ def capture(tensors: Sequence[Tensor], *, preserve_rng_state: bool) -> list[Part
     if module is not None and is_initialised(module) and torch.accelerator.is_available():
         parts.append(Place(torch.accelerator.current_stream()))
     if preserve_rng_state:
-        parts.append(Generators(device_type, module, tensors))
+        parts.append(Generators(device_type, module, devices))
     return parts
 
 
@@ -97,7 +98,7 @@ class Generators:
 
     __slots__ = ("_cpu", "_ids", "_late", "_module", "_states", "_type")
 
-    def __init__(self, device_type: str, module: Any, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, device_type: str, module: Any, devices: Sequence[torch.device]) -> None:
         self._cpu = _cpu_generator.get_state()
         self._type = device_type
         self._module = module
@@ -108,7 +109,7 @@ class Generators:
             return
         self._late = not is_initialised(module)
         if not self._late:
-            ids = dict.fromkeys(tensor.get_device() for tensor in tensors if tensor.device.type == device_type)
+            ids = dict.fromkeys(_index_of(device) for device in devices if device.type == device_type)
             self._ids = list(ids) or [_current_index(module)]
             self._states = [_get_state(module, index) for index in self._ids]
 
@@ -134,6 +135,10 @@ class Generators:
             if not torch.equal(state, now):  # 16 bytes: cheaper to compare than to set
                 _set_state(module, index, state)
         return undo
+
+
+def _index_of(device: torch.device) -> int:
+    return device.index or 0  # a type with one device may leave it out
 
 
 def _current_index(module: Any) -> int:
@@ -313,21 +318,26 @@ class DefaultDeviceType:
         return DefaultDeviceType._default_device_type
 
 
-def _device_type_of(tensors: Sequence[Tensor]) -> str:
+def _devices_of(tensors: Sequence[Tensor]) -> list[torch.device]:
+    """Where the tensors are that are not on the CPU."""
     if are_plain(tensors):
-        types = [tensor.device.type for tensor in tensors if not tensor.is_cpu]
-    else:
-        with without_torch_function():
-            types = [tensor.device.type for tensor in tensors if not tensor.is_cpu]
-    if not types:
+        return [tensor.device for tensor in tensors if not tensor.is_cpu]
+    with without_torch_function():
+        return [tensor.device for tensor in tensors if not tensor.is_cpu]
+
+
+def _type_of(devices: Sequence[torch.device]) -> str:
+    """The accelerator type that counts."""
+    if not devices:
         return DefaultDeviceType.get_device_type()
-    kinds = sorted(set(types))
-    if len(kinds) == 1:
-        return kinds[0]
-    chosen = "cuda" if "cuda" in kinds else types[0]
+    first = devices[0].type
+    types = sorted({device.type for device in devices})
+    if len(types) == 1:
+        return first
+    chosen = "cuda" if "cuda" in types else first
     warnings.warn(
         "Tensor arguments, excluding CPU tensors, are detected on at least two types of devices. Random state and "
-        f"autocast are kept for one type only: {chosen}. Device types: {kinds} first device type: {types[0]}",
+        f"autocast are kept for one type only: {chosen}. Device types: {types} first device type: {first}",
         stacklevel=2,
     )
     return chosen
@@ -335,7 +345,7 @@ def _device_type_of(tensors: Sequence[Tensor]) -> str:
 
 def infer_device_type(*args: Any) -> str:
     """The accelerator type of the tensors in `args`, at any depth."""
-    return _device_type_of([tensor for _, tensor in named_tensors(args, "")])
+    return _type_of(_devices_of([tensor for _, tensor in named_tensors(args, "")]))
 
 
 def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
@@ -343,11 +353,11 @@ def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
 
     CPU and meta tensors are passed over.
     """
-    tensors = [tensor for _, tensor in named_tensors(args, "")]
-    ids = [tensor.get_device() for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
+    devices = _devices_of([tensor for _, tensor in named_tensors(args, "")])
+    ids = [_index_of(device) for device in devices if device.type != "meta"]
     if not ids:
         return [], []
-    module = accelerator_module(_device_type_of(tensors))
+    module = accelerator_module(_type_of(devices))
     return ids, [_get_state(module, index) for index in ids]
 
 
