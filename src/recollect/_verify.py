@@ -140,6 +140,7 @@ def first_difference(forward: Sequence[Operator], replay: Sequence[Operator], *,
     return "\n".join(
         [
             "",
+            "",
             _errors.DEBUG_NOTE + ".",
             *_parting(forward, replay, index, stopped),
             "",

@@ -1,12 +1,13 @@
 """Frames and slots: who owns a saved tensor, who may ask for it, and when it is replayed.
 
-Theory. Inside a region autograd is given a `Slot` for every tensor that it wants to save; the tensor itself is let
-go. A slot knows its frame and its number. The frame knows its slots by weak reference only, so everything here
-lives exactly as long as autograd's graph holds a slot, and dies without the garbage collector.
+Theory. Inside a region autograd is given a `Slot`, a number, for every tensor that it wants to save; the tensor
+itself is let go. Autograd holds the region's hooks, which hold the frame; the frame holds nothing of autograd's. So a
+frame lives exactly as long as the graph holds a slot of it, and dies without the garbage collector. Whether a slot is
+still alive is read off its reference count: if nobody but the frame holds it, autograd has let go of it.
 
 When backward asks for a slot, the frame sees to it that its function has been replayed for the current pass and
-hands over what was recovered for the slot. A pass has a replay of its own, so passes that overlap (a backward inside a
-hook of another, two threads over one graph) do not meet.
+hands over what was recovered. A pass has a replay of its own, so passes that overlap (a backward inside a hook of
+another, two threads over one graph) do not meet.
 
 Rules (numbers as in the contract):
 1. The innermost hooks own a saved tensor: that is how autograd's hook stack works, nothing is done for it here.
@@ -37,7 +38,7 @@ from typing import Any
 from torch import Tensor
 
 from recollect import _ambient, _errors
-from recollect._engine.replay import Replay, or_nothing, run_replay
+from recollect._engine.replay import Replay, Slot, or_nothing, run_replay
 from recollect._errors import Signature
 from recollect._inputs import Inputs, find_tensors
 from recollect._torch import (
@@ -61,16 +62,6 @@ class Options:
     debug: bool = False
     preserve_rng_state: bool = True
     name: str | None = None
-
-
-class Slot:
-    """The place-holder that autograd holds instead of a saved tensor. Its maker sets the fields."""
-
-    # No __init__: calling one costs as much as all the rest of making a slot.
-    __slots__ = ("__weakref__", "frame", "index")
-
-    frame: Frame
-    index: int
 
 
 class Frame:
@@ -104,7 +95,7 @@ class Frame:
         self.ambient = ambient
         self.options = options
         self.replay_context = replay_context
-        self.slots: list[weakref.ref[Slot]] = []
+        self.slots: list[Slot] = []
         self.signatures: list[Signature] = []
         self.finished = False
         self.trace = OperatorTrace() if options.debug else None
@@ -122,7 +113,7 @@ class Frame:
             if task < 0:
                 return self._replay_outside(slot)
             replay = self.replays.get(task)
-            if replay is not None and len(replay.tensors) > slot.index:
+            if replay is not None and len(replay.tensors) > slot:
                 return replay
             group = current_group()
             if group is None:
@@ -135,7 +126,7 @@ class Frame:
 
     def _replay_in_group(self, group: Any, slot: Slot) -> Replay:
         replay = self.replays.get(weakref.ref(group))
-        if replay is None or len(replay.tensors) <= slot.index:
+        if replay is None or len(replay.tensors) <= slot:
             replay = self._run()
             replay.grouped = True
             end = _EndOfPass(self, replay)
@@ -214,23 +205,6 @@ class _EndOfPass:
     __del__ = __call__
 
 
-def _unpack(slot: Slot) -> Tensor:
-    """Give autograd the tensor of `slot` for the running pass, once; replay if this pass has not done so yet."""
-    frame, index = slot.frame, slot.index
-    replay = frame.replays.get(graph_task_id())
-    if replay is None or len(replay.tensors) <= index:
-        replay = frame.replay_for(slot)
-    tensor = replay.tensors[index]
-    if tensor is None:
-        error = _errors.unpacked_twice if not replay.grouped else _errors.groups_overlap
-        raise error(frame.region(), index)
-    replay.tensors[index] = None
-    version = tensor._version
-    if version and version != replay.versions.get(index, 0):
-        raise _errors.saved_tensor_changed(frame.region(), index, tensor, current_node())
-    return tensor
-
-
 def run_region(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -243,21 +217,34 @@ def run_region(
     ambient = _ambient.capture(tensors, preserve_rng_state=options.preserve_rng_state)
     inputs = Inputs(args, kwargs, tensors, flat, top_hooks())
     frame = Frame(function, inputs, ambient, options, contexts[1] if contexts is not None else None)
-    signatures, slots = frame.signatures, frame.slots
-    reference = weakref.ref
+    signatures, slots, replays = frame.signatures, frame.slots, frame.replays
 
     def pack(tensor: Tensor) -> Slot:
         try:
-            signatures.append(plain_signature(tensor) if type(tensor) is Tensor else signature(tensor))
+            now = plain_signature(tensor) if type(tensor) is Tensor else signature(tensor)
         except RuntimeError:
-            signatures.append(signature(tensor))
-        slot = Slot()
-        slot.frame = frame
-        slot.index = len(slots)
-        slots.append(reference(slot))
+            now = signature(tensor)
+        # Equal neighbours share one signature: less for the garbage collector to look at.
+        signatures.append(signatures[-1] if signatures and signatures[-1] == now else now)
+        slot = Slot(len(slots))
+        slots.append(slot)
         return slot
 
-    push_hooks(pack, _unpack)
+    def unpack(slot: Slot) -> Tensor:
+        replay = replays.get(graph_task_id())
+        if replay is None or len(replay.tensors) <= slot:
+            replay = frame.replay_for(slot)
+        tensor = replay.tensors[slot]
+        if tensor is None:
+            error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
+            raise error(frame.region(), slot)
+        replay.tensors[slot] = None
+        version = tensor._version
+        if version and version != replay.versions.get(slot, 0):
+            raise _errors.saved_tensor_changed(frame.region(), slot, tensor, current_node())
+        return tensor
+
+    push_hooks(pack, unpack)
     try:
         if contexts is None and frame.trace is None:
             result = function(*args, **kwargs)

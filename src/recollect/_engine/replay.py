@@ -9,7 +9,7 @@ raised from the pack hook, through whatever the function is doing. Which kind of
 Exception would end in the `except Exception` of user code and set off its fallback; one that is not derived from it
 makes `Module.__call__` leave out its always_call hooks. Here it is a BaseException, and those hooks are run from
 its traceback. The exception that arrives is not believed (TorchScript replaces it, user code may wrap it):
-`complete` is set before it is raised, and that alone tells.
+the state of the replay is set before it is raised, and that alone tells.
 
 Stopping exactly. An operator packs its inputs before its kernel runs, so the stop saves that kernel. A few
 operators (rrelu) pack memory that the kernel has yet to write: if the operator that packs the last tensor may be
@@ -42,7 +42,24 @@ from recollect._torch import (
 from recollect._verify import OperatorTrace, first_difference, plain_signature, signature, traces_start_here
 
 if TYPE_CHECKING:
-    from recollect._engine.frame import Frame, Slot
+    from recollect._engine.frame import Frame
+
+
+class Slot(int):
+    """The place-holder that autograd holds instead of a saved tensor: its number, as an object of its own.
+
+    It is an int because those are cheap and no concern of the garbage collector.
+    """
+
+    __slots__ = ()
+
+
+def find_alive(slots: list[Slot]) -> list[bool]:
+    """For each slot whether somebody holds it besides the list."""
+    return [count > _ONLY_IN_THE_LIST for count in map(getrefcount, slots)]
+
+
+_ONLY_IN_THE_LIST = next(map(getrefcount, [Slot(0)]))
 
 
 class Stop(BaseException):
@@ -50,7 +67,7 @@ class Stop(BaseException):
 
 
 class Replay:
-    """What one replay of a frame recovered, for one pass. Entries are None once handed over, and where a slot was "
+    """What one replay of a frame recovered, for one pass. An entry is None once handed over, or if its slot was "
     "dead.
     """
 
@@ -69,13 +86,11 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     """Run the function on `arguments` and recover the tensors of the slots that are alive, or of `only` that one."""
     replay = Replay()
     tensors, versions = replay.tensors, replay.versions
-    signatures: list[Signature] = []
-    slots, options = frame.slots, frame.options
+    slots, signatures, options = frame.slots, frame.signatures, frame.options
+    differing: dict[int, Signature] = {}
     known = len(slots)
-    last = known - 1 if only is None else only.index
-    while slots[last]() is None:  # the slot that is asked for is alive
-        last -= 1
-    all_alive = only is None and None not in [reference() for reference in slots]
+    alive = find_alive(slots) if only is None else [slot == only for slot in slots]
+    last = known - 1 - alive[::-1].index(True)  # the slot that is asked for is alive
     early_stop = options.early_stop or only is not None
     # Rule 6: inside an unfinished forward the number of slots is not final, and more of them are no mismatch.
     finished = frame.finished
@@ -99,19 +114,18 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         index = len(tensors)
         if index <= last:
             try:
-                signatures.append(plain_signature(tensor) if type(tensor) is Tensor else signature(tensor))
+                now = plain_signature(tensor) if type(tensor) is Tensor else signature(tensor)
             except RuntimeError:
-                signatures.append(signature(tensor))
+                now = signature(tensor)
+            if now != signatures[index]:
+                differing[index] = now
             if kept._version:
                 versions[index] = kept._version
-            tensors.append(kept if all_alive or is_needed(index) else None)
+            tensors.append(kept if alive[index] else None)
             if index < last:
                 return kept
         end_if_complete(index)
         return kept
-
-    def is_needed(index: int) -> bool:
-        return index == last if only is not None else slots[index]() is not None
 
     def end_if_complete(index: int) -> None:
         nonlocal state, stop, surplus
@@ -144,28 +158,21 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
                 stop.__traceback__ = None  # it holds the frames that hold it
             undo_all(undo)
 
-    differ = options.determinism_check != "none" and signatures != frame.signatures[: len(signatures)]
-    if differ or state == _RUNNING:
-        details = _compare_traces(frame, trace, stopped=state == _COMPLETE)
-        pairs = zip(tensors, frame.signatures, signatures, strict=False)
-        mismatches = [
-            (i, then, now) for i, (tensor, then, now) in enumerate(pairs) if tensor is not None and then != now
-        ]
-        if differ and mismatches:
+    count = len(tensors) + surplus
+    mismatches = []
+    if options.determinism_check != "none":
+        mismatches = [(i, signatures[i], now) for i, now in differing.items() if tensors[i] is not None]
+    ended = state == _RUNNING  # by itself, before the last slot or because early stop is off
+    fewer = ended and (count <= last or (finished and count < known))
+    more = ended and finished and count > known
+    if mismatches or fewer or more:
+        details = ""
+        if trace is not None and frame.trace is not None:
+            details = first_difference(frame.trace.operators, trace.operators, stopped=not ended)
+        if mismatches:
             raise _errors.different_metadata(frame.region(), mismatches, known, details)
-        # The function came to its end before the last slot, or was to run to its end.
-        count = len(tensors) + surplus
-        if count <= last or (finished and count < known):
-            raise _errors.fewer_saved(frame.region(), known, count, details)
-        if finished and count > known:
-            raise _errors.more_saved(frame.region(), known, count, details)
+        raise (_errors.fewer_saved if fewer else _errors.more_saved)(frame.region(), known, count, details)
     return replay
-
-
-def _compare_traces(frame: Frame, trace: OperatorTrace | None, *, stopped: bool) -> str:
-    if trace is None or frame.trace is None:
-        return ""
-    return "\n" + first_difference(frame.trace.operators, trace.operators, stopped=stopped)
 
 
 def _identity(packed: Tensor) -> Tensor:
