@@ -62,7 +62,9 @@ def capture(tensors: Sequence[Tensor], *, preserve_rng_state: bool) -> list[Part
     if module is not None and is_initialised(module) and torch.accelerator.is_available():
         parts.append(Place(torch.accelerator.current_stream()))
     if preserve_rng_state:
-        parts.append(Generators(device_type, module, devices))
+        parts.append(CpuGenerator())
+        if module is not None:
+            parts.append(Generators(device_type, module, devices))
     return parts
 
 
@@ -86,32 +88,42 @@ def undo_all(steps: list[Undo]) -> None:
 
 def forward_ended(parts: Sequence[Part]) -> None:
     """Raise if the forward brought up an accelerator whose random state should have been recorded at its start."""
-    if parts and isinstance(parts[-1], Generators):
-        parts[-1].check_initialised()
+    generators = parts[-1]
+    if isinstance(generators, Generators):
+        generators.check_initialised()
 
 
 # --- Random generators ---
 
 
-class Generators:
-    """The CPU generator and those of one accelerator type: of the arguments' devices, else of the current device."""
+class CpuGenerator:
+    """The CPU generator."""
 
-    __slots__ = ("_cpu", "_ids", "_late", "_module", "_states", "_type")
+    __slots__ = ("_state",)
+
+    def __init__(self) -> None:
+        self._state = _cpu_generator.get_state()
+
+    def restore(self) -> Undo:
+        around = _cpu_generator.get_state()
+        _cpu_generator.set_state(self._state)
+        return partial(_cpu_generator.set_state, around)
+
+
+class Generators:
+    """Those of one accelerator type: of the arguments' devices, else of the current device."""
+
+    __slots__ = ("_ids", "_late", "_module", "_states", "_type")
 
     def __init__(self, device_type: str, module: Any, devices: Sequence[torch.device]) -> None:
-        self._cpu = _cpu_generator.get_state()
         self._type = device_type
         self._module = module
-        self._ids: list[int] = []
-        self._states: list[Tensor] = []
-        self._late = False
-        if module is None:
-            return
         self._late = not is_initialised(module)
+        self._ids: list[int] = []
         if not self._late:
             ids = dict.fromkeys(_index_of(device) for device in devices if device.type == device_type)
             self._ids = list(ids) or [_current_index(module)]
-            self._states = [_get_state(module, index) for index in self._ids]
+        self._states = [_get_state(module, index) for index in self._ids]
 
     def check_initialised(self) -> None:
         if self._late and is_initialised(self._module):
@@ -119,19 +131,13 @@ class Generators:
 
     def restore(self) -> Undo:
         module, ids = self._module, self._ids
-        around = _cpu_generator.get_state()
-        if not ids:
-            _cpu_generator.set_state(self._cpu)
-            return partial(_cpu_generator.set_state, around)
-        around_states = [_get_state(module, index) for index in ids]
+        around = [_get_state(module, index) for index in ids]
 
         def undo() -> None:
-            _cpu_generator.set_state(around)
-            for index, state in zip(ids, around_states, strict=True):
+            for index, state in zip(ids, around, strict=True):
                 _set_state(module, index, state)
 
-        _cpu_generator.set_state(self._cpu)
-        for index, state, now in zip(ids, self._states, around_states, strict=True):
+        for index, state, now in zip(ids, self._states, around, strict=True):
             if not torch.equal(state, now):  # 16 bytes: cheaper to compare than to set
                 _set_state(module, index, state)
         return undo
@@ -172,22 +178,26 @@ class Autocast:
     around it.
     """
 
-    __slots__ = ("_cache", "_states", "_types")
+    __slots__ = ("_cache", "_dtypes", "_enabled", "_types")
 
     def __init__(self, device_type: str) -> None:
         self._types = _autocast_types(device_type)
-        self._states = _autocast_states(self._types)
+        self._enabled = list(map(is_autocast_enabled, self._types))
+        self._dtypes = list(map(get_autocast_dtype, self._types))
         self._cache = is_autocast_cache_enabled()
 
     def restore(self) -> Undo | None:
-        now, cache_is_right = _autocast_states(self._types), is_autocast_cache_enabled() == self._cache
-        if cache_is_right and now == self._states:
+        if (
+            self._enabled == list(map(is_autocast_enabled, self._types))
+            and self._dtypes == list(map(get_autocast_dtype, self._types))
+            and self._cache == is_autocast_cache_enabled()
+        ):
             return None
+        states = zip(self._types, self._enabled, self._dtypes, strict=True)
         return _enter(
             [
-                torch.autocast(kind, enabled=state[0], dtype=state[1], cache_enabled=self._cache)
-                for kind, state, current in zip(self._types, self._states, now, strict=True)
-                if not cache_is_right or state != current
+                torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._cache)
+                for kind, enabled, dtype in states
             ]
         )
 
@@ -196,10 +206,6 @@ class Autocast:
 def _autocast_types(device_type: str) -> tuple[str, ...]:
     has_its_own = device_type != "cpu" and torch.amp.is_autocast_available(device_type)
     return ("cpu", device_type) if has_its_own else ("cpu",)
-
-
-def _autocast_states(types: tuple[str, ...]) -> list[tuple[bool, torch.dtype]]:
-    return [(is_autocast_enabled(kind), get_autocast_dtype(kind)) for kind in types]
 
 
 def _enter(contexts: Sequence[Any]) -> Undo | None:

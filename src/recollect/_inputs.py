@@ -19,6 +19,7 @@ import dataclasses
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -123,9 +124,12 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
         with without_torch_function():
             return [_version_of(tensor) for tensor in tensors]
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(_counted_version, tensors))
     except RuntimeError:
         return [_version_of(tensor) for tensor in tensors]
+
+
+_counted_version: Callable[[Tensor], int] = attrgetter("_version")
 
 
 def _version_of(tensor: Tensor) -> int:

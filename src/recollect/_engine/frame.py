@@ -117,7 +117,7 @@ class Frame:
                 return replay
             group = current_group()
             if group is None:
-                replay = self._run()
+                replay = self._replay()
                 at_end_of_pass(_EndOfPass(self, replay))
             else:
                 replay = self._replay_in_group(group, slot)
@@ -127,7 +127,7 @@ class Frame:
     def _replay_in_group(self, group: Any, slot: Slot) -> Replay:
         replay = self.replays.get(weakref.ref(group))
         if replay is None or len(replay.tensors) <= slot:
-            replay = self._run()
+            replay = self._replay()
             replay.grouped = True
             end = _EndOfPass(self, replay)
             self.replays[weakref.ref(group, lambda _: end())] = replay
@@ -139,16 +139,16 @@ class Frame:
         if access is None:
             access = _Access()
             try:
-                return self._run(only=slot, access=access)
+                return self._replay_for_access(access, only=slot)
             finally:
                 access.end()
         replay = self.replays.get(access)
         if replay is None:
-            replay = self.replays[access] = self._run(access=access)
+            replay = self.replays[access] = self._replay_for_access(access)
             access.ends.append(_EndOfPass(self, replay))
         return replay
 
-    def _run(self, only: Slot | None = None, access: _Access | None = None) -> Replay:
+    def _replay_for_access(self, access: _Access, only: Slot | None = None) -> Replay:
         before, _outside.access = _outside.access, access
         try:
             arguments = self.inputs.restore(self.region)
@@ -156,6 +156,9 @@ class Frame:
             return run_replay(self, arguments, only)
         finally:
             _outside.access = before
+
+    def _replay(self) -> Replay:
+        return run_replay(self, self.inputs.restore(self.region))
 
     def forget(self, replay: Replay) -> None:
         """Drop what `replay` recovered and nobody took."""
