@@ -1,8 +1,8 @@
 """How do the bytes alive develop over one training step? Draws the picture of the README.
 
-A transformer of 12 blocks, once plain and once with every block a region: bytes alive after each operator of forward and
-backward, counted as in memory.py. Every contestant has its own number of operators, so each line goes from the first to the last
-of its own.
+A transformer of 12 blocks, once plain and once with every block a region: bytes alive after each operator of
+forward and backward, counted as in memory.py. Every contestant has its own number of operators, so each line goes
+from the first to the last of its own.
 
     python benchmarks/timeline.py [--svg docs/memory.svg]
 """
@@ -62,9 +62,10 @@ def draw(lines: dict[str, list[int]]) -> str:
     top = max(max(points) for points in lines.values())
     base = HEIGHT - BOTTOM
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"',
+        '     font-family="sans-serif" font-size="13">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="20" fill="#222">Bytes alive over one training step, transformer of {BLOCKS} blocks</text>',
+        f'<text x="{LEFT}" y="20" fill="#222">Bytes alive over one training step, {BLOCKS} transformer blocks</text>',
     ]
     for share in (0, 0.25, 0.5, 0.75, 1):
         y = base - (base - TOP) * share

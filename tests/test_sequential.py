@@ -203,7 +203,7 @@ def test_segments_that_are_no_whole_number_are_refused(wrong):
 
 
 def test_an_empty_chain_is_refused():
-    with pytest.raises(ValueError, match="segments"):
+    with pytest.raises(ValueError, match="functions"):
         checkpoint_sequential([], 1, leaf(3), use_reentrant=False)
 
 

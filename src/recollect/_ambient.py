@@ -26,11 +26,13 @@ from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_auto
 from recollect import _errors
 from recollect._inputs import named_tensors
 from recollect._torch import (
+    TORCH_FUNCTION_ENABLED,
     accelerator_module,
     are_plain,
     default_device,
     function_mode_count,
     is_initialised,
+    level_of_user_code,
     set_torch_function_state,
     torch_function_enabled,
     torch_function_state,
@@ -268,11 +270,10 @@ class TorchFunctionsOn:
     def restore(self) -> Undo | None:
         if torch_function_enabled():
             return None
-        return TorchFunctions(_ENABLED).restore()
+        return TorchFunctions(TORCH_FUNCTION_ENABLED).restore()
 
 
 _TORCH_FUNCTIONS_ON = TorchFunctionsOn()
-_ENABLED = torch_function_state()
 
 
 # --- Where an accelerator works ---
@@ -344,7 +345,7 @@ def _type_of(devices: Sequence[torch.device]) -> str:
     warnings.warn(
         "Tensor arguments, excluding CPU tensors, are detected on at least two types of devices. Random state and "
         f"autocast are kept for one type only: {chosen}. Device types: {types} first device type: {first}",
-        stacklevel=2,
+        stacklevel=level_of_user_code(),
     )
     return chosen
 
@@ -371,6 +372,8 @@ def set_device_states(devices: Sequence[int], states: Sequence[Tensor], *, devic
     """Put generator states back that `get_device_states` gave. Nothing to do for meta."""
     device_type = DefaultDeviceType.get_device_type() if device_type is None else device_type
     module = accelerator_module(device_type)
+    if module is None and device_type != "meta" and devices:
+        raise ValueError(f"device_type must name an accelerator that has generators, got {device_type!r}")
     if module is None:
         return
     for index, state in zip(devices, states, strict=True):

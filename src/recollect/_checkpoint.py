@@ -83,8 +83,11 @@ def _options(
 ) -> Options:
     if determinism_check not in DETERMINISM_CHECKS:
         raise _errors.not_one_of("determinism_check", determinism_check, DETERMINISM_CHECKS)
-    if determinism_check == "default" and not debug and early_stop and preserve_rng_state and name is None:
+    if determinism_check == "default" and debug is False and early_stop is preserve_rng_state is True and name is None:
         return _DEFAULTS
+    for argument, value in (("debug", debug), ("early_stop", early_stop), ("preserve_rng_state", preserve_rng_state)):
+        if not isinstance(value, int):  # bool among them
+            raise _errors.not_a_bool(argument, value)
     return Options(determinism_check, bool(early_stop), bool(debug), bool(preserve_rng_state), name)
 
 
@@ -199,14 +202,17 @@ def checkpoint(
 ) -> R:
     """Call `function` and recompute in backward what autograd would have saved in it.
 
-    Args: function: What to run. Its result, of any structure, is returned. *args: Its arguments. Tensors in lists,
-        tuples, dicts and dataclasses count as inputs too. use_reentrant: Take the reentrant variant, for programs
-        that rely on it. context_fn: Called once; gives a context manager for the forward and one for the replays.
-        determinism_check: "default" compares shape, dtype and device of every recovered tensor with the original,
-        "none" does not. debug: Let errors list the operators of the forward and of the replay, and where they part.
-        Slow. early_stop: Stop a replay as soon as everything that is still needed has been recovered.
-        preserve_rng_state: Let a replay draw the random numbers that the forward drew. **kwargs: Every other
-        keyword goes to `function`.
+    Args:
+        function: What to run. Its result, of any structure, is returned.
+        *args: Its arguments. Tensors in lists, tuples, dicts and dataclasses count as inputs too.
+        use_reentrant: Take the reentrant variant, for programs that rely on it.
+        context_fn: Called once; gives a context manager for the forward and one for the replays.
+        determinism_check: "default" compares shape, dtype and device of every recovered tensor with the original;
+            "none" does not.
+        debug: Let errors list the operators of the forward and of the replay, and where they part. Slow.
+        early_stop: Stop a replay as soon as everything that is still needed has been recovered.
+        preserve_rng_state: Let a replay draw the random numbers that the forward drew.
+        **kwargs: Every other keyword goes to `function`.
 
     Returns:
         What `function` returns.

@@ -35,13 +35,17 @@ def describe_tensor(tensor: Tensor) -> str:
 
 
 def describe_function(function: Callable[..., Any], name: str | None = None) -> str:
-    """`Block.forward (model.py:12)`, as far as it can be known; never raises."""
+    """`Block (model.py:12)`, as far as it can be known; never raises."""
     inner: Any = function
     while hasattr(inner, "func") and hasattr(inner, "keywords"):  # functools.partial
         inner = inner.func
-    forward = getattr(type(inner), "forward", None) if not hasattr(inner, "__code__") else None
+    owner = getattr(inner, "__self__", None)
+    if isinstance(owner, type):  # MyFunction.apply is a method of torch's own class
+        inner = getattr(owner, "forward", inner)
     label = getattr(inner, "__qualname__", None) or type(inner).__name__
-    code = getattr(inner if forward is None else forward, "__code__", None)
+    kind: Any = type(inner)
+    runs = inner if hasattr(inner, "__code__") else getattr(kind, "forward", kind.__call__)
+    code = getattr(runs, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     return f"{name!r}, {label}{where}" if name else f"{label}{where}"
 
@@ -75,8 +79,8 @@ def unknown_option(function: str, name: str, allowed: Sequence[str]) -> TypeErro
 
 def only_non_reentrant(options: Sequence[str]) -> ValueError:
     return ValueError(
-        f"{' and '.join(options)} {'is' if len(options) == 1 else 'are'} only supported when use_reentrant=False: "
-        "the reentrant variant has no saved tensors to compare and no replay to put a context around"
+        f"{' and '.join(options)} {'is' if len(options) == 1 else 'are'} only supported when use_reentrant=False, got "
+        "use_reentrant=True: the reentrant variant runs the function as a whole and looks at nothing inside"
     )
 
 
@@ -89,10 +93,9 @@ def bad_contexts(got: object) -> TypeError:
 
 def runs_later(function: Callable[..., Any], kind: str) -> TypeError:
     return TypeError(
-        f"function gave a {kind}: {describe_function(function)} does its work only when that is run, which would be "
-        "after its "
-        "region has ended, so nothing of it could be recomputed. Checkpoint a function that computes its result "
-        "when called"
+        f"function must compute its result when it is called, got {describe_function(function)}, which gives "
+        f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}: it would do its work after its region has ended, and nothing "
+        "of it could be recomputed"
     )
 
 
@@ -102,16 +105,14 @@ def runs_later(function: Callable[..., Any], kind: str) -> TypeError:
 def context_suppressed(region: str) -> RuntimeError:
     return RuntimeError(
         f"context_fn suppressed the exception that the forward of {region} raised: its first context manager's "
-        "__exit__ "
-        "returned a true value, and a region without a result cannot go on"
+        "__exit__ returned a true value, and a region without a result cannot go on"
     )
 
 
 def initialised_in_forward(device_type: str) -> RuntimeError:
     return RuntimeError(
         f"the accelerator {device_type!r} was initialised inside the forward of a checkpointed region that preserves "
-        "RNG state, "
-        "too late to record its random state at the region's start. Initialise it before the region "
+        "RNG state, too late to record its random state at the region's start. Initialise it before the region "
         f"(torch.empty(1, device={device_type!r})), or pass preserve_rng_state=False"
     )
 
@@ -120,19 +121,18 @@ def input_changed(region: str, what: str, *, by_region: bool) -> CheckpointError
     who = "by the region itself" if by_region else "after the region's forward had begun"
     return CheckpointError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"{what}. It is an input of the checkpointed region {region}, changed {who}, and the replay would start from "
-        "the "
-        "changed values. Use the out-of-place operator, or pass a clone"
+        f"{what}. It is an input of the checkpointed region {region}, changed {who}: a replay must start from what the "
+        "forward started from. Use the out-of-place operator, or pass a clone"
     )
 
 
-def saved_tensor_changed(region: str, index: int, tensor: Tensor, node: object) -> CheckpointError:
+def saved_tensor_changed(region: str, index: int, tensor: Tensor, node: object, details: str) -> CheckpointError:
     operator = f"that {_node_name(node)} saved " if node is not None else ""
     return CheckpointError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"the tensor {operator}({describe_tensor(tensor)}, saved tensor {index} of the checkpointed region {region}). "
         "The function changed it after an operator had saved it. Plain autograd refuses this too. Use the out-of-place "
-        "operator, or change a clone; debug=True lists the operators"
+        f"operator, or change a clone.{details or ' Pass debug=True to see the operators'}"
     )
 
 
@@ -143,60 +143,62 @@ def _node_name(node: Any) -> str:
         return type(node).__name__
 
 
-def unpacked_twice(region: str, index: int) -> CheckpointError:
+def unpacked_twice(region: str, index: int, details: str) -> CheckpointError:
     return CheckpointError(
         "Unpack is being triggered for a tensor that was already unpacked once in this backward: "
         f"saved tensor {index} of the checkpointed region {region}. Recovered tensors are freed as soon as they are "
-        "used. A custom "
-        "autograd Function must read ctx.saved_tensors once and keep the result in a local variable"
+        "used. A custom autograd Function must read ctx.saved_tensors once and keep the result in a local variable"
+        f"{details}"
     )
 
 
-def groups_overlap(region: str, index: int) -> CheckpointError:
+def groups_overlap(region: str, index: int, details: str) -> CheckpointError:
     return CheckpointError(
-        "Performing two backward calls that overlap, that is, need the same saved tensor, is not possible under one "
-        f"GraphExecGroup: saved tensor {index} of the checkpointed region {region} was already used. Give each call "
-        "inputs= that "
-        "lead through disjoint parts of the graph, or run one of them outside of the group"
+        "Unpack is being triggered for a tensor that was already unpacked once under this GraphExecGroup: "
+        f"saved tensor {index} of the checkpointed region {region}. Performing two backward calls that overlap, that "
+        "is, need the same saved tensor, is not possible in one group: give each call inputs= that lead through "
+        "disjoint parts of the graph, or run one of them outside of the group. If there was only one call, a custom "
+        f"autograd Function reads ctx.saved_tensors twice: let it keep the result in a local variable{details}"
     )
 
 
-_NEXT_STEP = "Pass debug=True to see the operators of both and the first place where they part"
-
-
-def fewer_saved(region: str, forward: int, replay: int, details: str) -> CheckpointError:
-    return CheckpointError(
-        "A different number of tensors was saved in the forward and in the replay of the checkpointed region "
-        f"{region}: {forward} in the forward, {replay} in the replay. The function did not take the same path twice: "
-        "look for "
-        "a condition on something that changed in between (a global, a counter, train/eval, the "
-        f"time).{details or ' ' + _NEXT_STEP}"
-    )
-
-
-def more_saved(region: str, forward: int, replay: int, details: str) -> CheckpointError:
-    return CheckpointError(
-        f"trying to save more tensors during recomputation than in the forward of the checkpointed region {region}: "
-        f"{forward} in the forward, {replay} in the replay. The function did not take the same path twice: look for "
-        "a condition "
-        "on something that changed in between (a global, a counter, train/eval, the "
-        f"time).{details or ' ' + _NEXT_STEP}"
-    )
-
-
-def different_metadata(
-    region: str, mismatches: Sequence[tuple[int, Signature, Signature]], total: int, details: str
+def different_replay(
+    region: str, forward: int, replay: int, mismatches: Sequence[tuple[int, Signature, Signature]], details: str
 ) -> CheckpointError:
-    lines = [
-        f"  saved tensor {index} of {total}: {describe_signature(then)} in the forward, {describe_signature(now)} in "
-        "the replay"
-        for index, then, now in mismatches[:10]
-    ]
-    if len(mismatches) > 10:
-        lines.append(f"  and {len(mismatches) - 10} more")
+    """The replay saved another number of tensors than the forward, or other ones; `details` come from `debug=True`."""
+    message = []
+    if replay != forward:
+        what = (
+            "A different number of tensors was saved in the forward and in the replay"
+            if replay < forward
+            else "trying to save more tensors during recomputation than in the forward"
+        )
+        message.append(
+            f"{what} of the checkpointed region {region}: {forward} in the forward, {replay} in the replay. The "
+            "function did not take the same path twice: look for a condition on something that changed in "
+            "between (a global, a "
+            "counter, train/eval, the time)."
+        )
+    if mismatches:
+        message.append(
+            "Recomputed values for the following tensors have different metadata than in the forward of the "
+            f"checkpointed region {region}:"
+        )
+        message += [
+            f"  saved tensor {index} of {forward}: {describe_signature(then)} in the forward, "
+            f"{describe_signature(now)} in the replay"
+            for index, then, now in mismatches[:10]
+        ]
+        if len(mismatches) > 10:
+            message.append(f"  and {len(mismatches) - 10} more")
+    message.append(details or "Pass debug=True to see the operators of both and the first place where they part")
+    return CheckpointError("\n".join(message))
+
+
+def different_outputs(region: str, forward: int, replay: int) -> CheckpointError:
     return CheckpointError(
-        "Recomputed values for the following tensors have different metadata than in the forward of the checkpointed "
-        f"region {region}:\n" + "\n".join(lines) + (details or f"\n{_NEXT_STEP}")
+        f"the reentrant region {region} returned {forward} results in the forward and {replay} in the replay: the "
+        "function did not take the same path twice"
     )
 
 
@@ -219,8 +221,7 @@ def reentrant_partial_backward() -> RuntimeError:
 def reentrant_without_grad() -> RuntimeError:
     return RuntimeError(
         "none of output has requires_grad=True, this checkpoint() is not necessary: in the replay no output of the "
-        "function "
-        "depended on anything that needs grad"
+        "function depended on anything that needs grad"
     )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from recollect import _errors
-from recollect._torch import Hooks, are_plain, without_torch_function
+from recollect._torch import Hooks, PlaceInGraph, are_plain, is_same_memory, without_torch_function
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -38,7 +38,7 @@ def named_tensors(value: Any, path: str, seen: frozenset[int] = frozenset()) -> 
         return
     if isinstance(value, dict):
         parts = [(f"{path}[{key!r}]", part) for key, part in value.items()]
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         parts = [(f"{path}[{position}]", part) for position, part in enumerate(value)]
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         parts = [
@@ -65,7 +65,7 @@ def find_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Te
             tensors.append(value)
         elif type(value) not in _ATOMS:
             tensors += [tensor for _, tensor in named_tensors(value, "")]
-            flat = flat and not isinstance(value, (list, tuple, dict)) and not dataclasses.is_dataclass(value)
+            flat = flat and not isinstance(value, (list, tuple, dict, deque)) and not dataclasses.is_dataclass(value)
     return tensors, flat
 
 
@@ -82,8 +82,8 @@ def rebuild(value: Any, leaf: type, replace: Callable[[Any], Any], made: dict[in
     made = {} if made is None else made
     if id(value) in made:
         return made[id(value)]
-    if kind is list:
-        parts = made[id(value)] = []  # before its parts: it may hold itself
+    if kind is list or kind is deque:
+        parts = made[id(value)] = [] if kind is list else deque(maxlen=value.maxlen)  # first: it may hold itself
         parts.extend(rebuild(part, leaf, replace, made) for part in value)
         return parts
     if kind is dict or kind is OrderedDict:
@@ -148,24 +148,25 @@ class _Place:
 class Inputs:
     """The arguments of one region call, from its forward to its replays."""
 
-    __slots__ = ("_arguments", "_as_they_are", "_changed", "_hooked", "_tensors", "_versions", "_watched")
+    __slots__ = ("_arguments", "_as_they_are", "_changed", "_hooked", "_originals", "_tensors", "_versions")
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], flat: bool, hooks: Hooks | None
     ) -> None:
         self._arguments: Arguments = (args, kwargs)
-        self._tensors = tensors
-        self._watched = tensors if hooks is None else []  # hooks may let go of theirs, and watch for themselves
+        self._tensors = tensors  # those that stand in the arguments' places
+        self._originals: Sequence[Any] = tensors  # all of them, watched for changes
         self._versions = versions_of(tensors)
         self._as_they_are = flat and hooks is None
         self._changed: str | None = None
         self._hooked: list[_Hooked] | None = None
         if not self._as_they_are:
             self._replace_by_places()
-            if hooks is not None:
-                with torch.no_grad():  # as around autograd's own calls of a pack hook
-                    self._hooked = [_Hooked(tensor, hooks) for tensor in self._tensors]
-                self._tensors = []
+        if hooks is not None:
+            with torch.no_grad():  # as around autograd's own calls of a pack hook
+                self._hooked = [_Hooked(tensor, hooks) for tensor in self._tensors]
+            self._tensors = []
+            self._originals = list(map(weakref.ref, tensors))
 
     def _replace_by_places(self) -> None:
         """Take the tensors out of the arguments, each object once; what only user objects can reach stays in them."""
@@ -186,23 +187,25 @@ class Inputs:
 
         Letting go matters: an input that the region changed in place holds the region's graph, which holds this.
         """
-        versions = versions_of(tensors)
-        if versions != self._versions:
-            self._changed = _first_changed((args, kwargs), tensors, versions, self._versions)
-            self._arguments, self._tensors, self._watched, self._hooked = ((), {}), [], [], None
+        if versions_of(tensors) != self._versions:
+            self._changed = _find_change((args, kwargs), tensors, self._versions)
+            self._arguments, self._tensors, self._originals, self._hooked = ((), {}), [], [], None
 
     def restore(self, region: Callable[[], str]) -> Arguments:
         """The arguments as the forward got them; raises where that is no longer possible (rule 9)."""
-        if self._changed is not None:
-            raise _errors.input_changed(region(), self._changed, by_region=True)
+        change = self._changed
+        if change is not None:
+            raise _errors.input_changed(region(), change, by_region=True)
         if self._hooked is not None:
             with torch.no_grad():
-                return self._filled([hooked.get(region) for hooked in self._hooked])
-        arguments = self._arguments if self._as_they_are else self._filled(self._tensors)
-        versions = versions_of(self._watched)
-        if versions != self._versions:
-            what = _first_changed(arguments, self._watched, versions, self._versions)
-            raise _errors.input_changed(region(), what, by_region=False)
+                arguments = self._filled([hooked.get() for hooked in self._hooked])
+            change = _find_change(arguments, [reference() for reference in self._originals], self._versions)
+        else:
+            arguments = self._arguments if self._as_they_are else self._filled(self._tensors)
+            if versions_of(self._originals) != self._versions:
+                change = _find_change(arguments, self._originals, self._versions)
+        if change is not None:
+            raise _errors.input_changed(region(), change, by_region=False)
         return arguments
 
     def _filled(self, tensors: list[Tensor]) -> Arguments:
@@ -213,39 +216,41 @@ class Inputs:
         return arguments
 
 
-def _first_changed(arguments: Arguments, tensors: list[Tensor], now: list[int], then: list[int]) -> str:
-    args, kwargs = arguments
-    index = next(i for i, (new, old) in enumerate(zip(now, then, strict=True)) if new != old)
-    names = [name for name, _ in named_tensors(args, "args")]
-    names += [name for key, value in kwargs.items() for name, _ in named_tensors(value, key)]
-    # A container may hold other tensors than before: then the name is not to be had.
-    name = names[index] if len(names) == len(tensors) else f"tensor {index} of the arguments"
-    return f"{name} ({_errors.describe_tensor(tensors[index])}), at version {now[index]} instead of {then[index]}"
+def _find_change(arguments: Arguments, tensors: Sequence[Tensor | None], versions: list[int]) -> str | None:
+    """The first tensor at another version, in words. One that is gone can no longer be asked."""
+    for index, (tensor, then) in enumerate(zip(tensors, versions, strict=True)):
+        if tensor is None:
+            continue
+        (now,) = versions_of((tensor,))
+        if now != then:
+            args, kwargs = arguments
+            names = [name for name, _ in named_tensors(args, "args")]
+            names += [name for key, value in kwargs.items() for name, _ in named_tensors(value, key)]
+            # A container may hold other tensors than before: then the name is not to be had.
+            name = names[index] if len(names) == len(tensors) else f"tensor {index} of the arguments"
+            return f"{name} ({_errors.describe_tensor(tensor)}), at version {now} instead of {then}"
+    return None
 
 
 class _Hooked:
-    """A tensor in the care of saved-tensor hooks, and what they do not keep: its version and its place in autograd."""
+    """A tensor in the care of saved-tensor hooks, and what they do not keep: its place in autograd's graph."""
 
-    __slots__ = ("_original", "_packed", "_requires_grad", "_unpack", "_version")
+    __slots__ = ("_original", "_packed", "_place", "_unpack")
 
     def __init__(self, tensor: Tensor, hooks: Hooks) -> None:
         pack, self._unpack = hooks
-        self._version = versions_of((tensor,))
         self._original = weakref.ref(tensor)
         with without_torch_function():
-            self._requires_grad = tensor.requires_grad
+            self._place = PlaceInGraph(tensor) if tensor.requires_grad else None
+        # Called by hand, not by autograd: what the hook raises, a stop above all, comes out as it is.
         self._packed = pack(tensor)
 
-    def get(self, region: Callable[[], str]) -> Tensor:
+    def get(self) -> Tensor:
         tensor = self._unpack(self._packed)
+        if self._place is None:
+            return tensor
         original = self._original()
-        if original is not None:
-            if versions_of((original,)) != self._version:
-                what = _errors.describe_tensor(original)
-                raise _errors.input_changed(region(), what, by_region=False)
-            if original.requires_grad and original.is_leaf:
-                return original  # leaves are looked for by identity: by `.grad`, by the optimizer
-        if self._requires_grad and not tensor.requires_grad:
-            # What was recovered is cut off from its graph; the replay must still see that it needs grad.
-            return tensor.detach().requires_grad_()
-        return tensor
+        # Leaves are looked for by identity: where the hooks gave back the same memory, it is the leaf itself.
+        if original is not None and original.is_leaf and is_same_memory(tensor, original):
+            return original
+        return self._place.put(tensor)

@@ -22,7 +22,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 _autograd = torch._C._autograd
 
 # Saved-tensor hooks of this thread, the innermost last. Since 1.10; the public `saved_tensors_hooks` calls them
-# and costs five times as much. Missing: ImportError-like AttributeError at import, there is no engine without them.
+# and costs five times as much. Missing: AttributeError at import, there is no engine without them.
 push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
 push_hooks = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
@@ -47,6 +47,7 @@ function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 # Whether a subclass's __torch_function__ and torch-function modes are asked in this thread. Since 2.0; the exact state
 # since 2.1.
 torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
+TORCH_FUNCTION_ENABLED = torch._C._TorchFunctionState.ENABLED  # type: ignore[attr-defined]
 torch_function_state: Callable[[], Any] = torch._C._get_torch_function_state  # type: ignore[attr-defined]
 set_torch_function_state: Callable[[Any], None] = torch._C._set_torch_function_state  # type: ignore[attr-defined]
 # Hides a tensor subclass's __torch_function__. Since 2.0.
@@ -71,8 +72,7 @@ def is_plain_backward() -> bool:
     return bool(torch.autograd._is_checkpoint_valid())
 
 
-# The group of backward calls that is in force, an object that travels with torch's own thread-local state, so that
-# autograd's
+# The group of backward calls that is in force. It travels with torch's own thread-local state, so that autograd's
 # device threads see it. Since 2.10. PyTorch's own groups are kept here too, so ours and theirs know of each other.
 current_group: Callable[[], Any] = torch._C._get_graph_exec_group
 set_current_group: Callable[[Any], None] = torch._C._set_graph_exec_group
@@ -134,42 +134,57 @@ def is_stock_noop_context_fn(function: object) -> bool:
     return stock is not None and function is getattr(stock, "noop_context_fn", None)
 
 
-# --- A tensor that nobody but the running operator holds ---
+# --- A tensor's place in autograd ---
+
+# A saved tensor as autograd's own nodes have them. Since 2.10. Missing: a node is made that saves the tensor.
+_make_saved_tensor = getattr(_autograd, "_make_saved_tensor", None)
 
 
-def _references_to_an_operators_own_tensor() -> int:
-    """What `sys.getrefcount` says in a pack hook about a tensor that only the operator in C++ knows.
+class _SavingNode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return anchor.clone()
 
-    It depends on the versions of Python and torch, so it is measured once, on the indices that `max` saves. Where
-    measuring fails, every count passes: the engine then runs an operator more than it must, never one too few.
-    """
-    counts: list[int] = []
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        counts.append(sys.getrefcount(tensor))
+class PlaceInGraph:
+    """Remembers where a tensor stands in autograd's graph, without its values, and puts other values there."""
+
+    __slots__ = ("_unpack", "_values")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        values: list[torch.Tensor] = []
+        push_hooks(lambda _: None, lambda _: values.pop())
+        try:
+            if _make_saved_tensor is not None:
+                self._unpack = _make_saved_tensor(tensor, False).unpack
+            else:
+                with torch.enable_grad():
+                    node: Any = _SavingNode.apply(torch.empty(0, requires_grad=True), tensor).grad_fn
+                self._unpack = lambda: node.saved_tensors[0]
+        finally:
+            pop_hooks()
+        self._values = values
+
+    def put(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor with these values at that place."""
+        self._values.append(values)
+        tensor: torch.Tensor = self._unpack()
         return tensor
 
+
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape read the same memory in the same way; False where there is none to compare."""
     try:
-        with torch.inference_mode(False), torch.enable_grad():
-            probe = torch.zeros(2, device="cpu", requires_grad=True)
-            push_hooks(pack, lambda packed: packed)
-            try:
-                probe.max(0)
-            finally:
-                pop_hooks()
-    except Exception:
-        counts.clear()
-    return counts[0] if counts else sys.maxsize
-
-
-OWN_REFERENCES = _references_to_an_operators_own_tensor()
+        return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    except RuntimeError:  # a sparse tensor, a wrapper around others
+        return False
 
 
 def may_be_unfilled(tensor: torch.Tensor) -> bool:
-    """Whether a packed tensor without grad, held by its operator alone, may be memory that is yet to be written.
+    """Whether a packed tensor without grad may be memory that its operator is yet to write.
 
-    `rrelu` packs its noise before the kernel writes it. Such memory is dense, floating, no view, and at version 0
-    (dropout on the CPU draws into its mask first, which moves the version).
+    `rrelu` packs its noise before the kernel writes it. Such memory is dense, floating, no view, and at version 0.
     """
     return tensor._version == 0 and tensor.is_floating_point() and tensor._base is None
 
@@ -234,3 +249,11 @@ _LIBRARIES = tuple(
 def is_library_file(filename: str) -> bool:
     """Whether a Python file belongs to torch or to recollect rather than to the user."""
     return filename.startswith(_LIBRARIES) or filename.startswith("<frozen")
+
+
+def level_of_user_code() -> int:
+    """The `stacklevel` with which the caller's warning points at the line of user code that led to it."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and is_library_file(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -32,13 +32,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 
 
-# The signature of a tensor of torch's own type, but for nested ones of strided layout, which have no shape:
-# RuntimeError.
-plain_signature: Callable[[Tensor], Signature] = attrgetter("shape", "dtype", "device")
+_plain_signature: Callable[[Tensor], Signature] = attrgetter("shape", "dtype", "device")
 
 
 def signature(tensor: Tensor) -> Signature:
-    """Shape, dtype and device of any tensor, read without waking a subclass's `__torch_function__`."""
+    """Shape, dtype and device, read without waking a subclass's `__torch_function__`."""
+    if type(tensor) is Tensor:
+        try:
+            return _plain_signature(tensor)
+        except RuntimeError:  # a nested tensor of strided layout has no shape
+            pass
     with without_torch_function():
         shape = nested_sizes(tensor) if tensor.is_nested else tensor.shape
         return (shape, tensor.dtype, tensor.device)

@@ -5,6 +5,7 @@ The behaviour is that of PyTorch 2.11 where it is a contract, and better where i
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -103,20 +104,28 @@ def checkpoint_sequential(
     """
     if use_reentrant is not None and not isinstance(use_reentrant, bool):
         raise TypeError(
-            f"use_reentrant must be None, True or False, got {_errors.describe_value(use_reentrant)}: "
-            "checkpoint_sequential takes one input, so pass several as one tuple"
+            f"use_reentrant must be None, True or False, got {_errors.describe_value(use_reentrant)}. (If this was "
+            "meant "
+            "as a second input: checkpoint_sequential takes one, so pass several as one tuple)"
         )
     reentrant = chosen_variant(use_reentrant, stacklevel=2)
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
         raise _errors.unexpected_keywords(list(kwargs))
-    if isinstance(segments, bool) or not isinstance(segments, int):
-        raise TypeError(f"segments must be a whole number, got {_errors.describe_value(segments)}")
+    try:
+        segments = operator.index(segments)
+    except TypeError:
+        raise TypeError(f"segments must be a whole number, got {_errors.describe_value(segments)}") from None
     if not (hasattr(functions, "__len__") and hasattr(functions, "__getitem__")):
         raise TypeError(
             f"functions must be an nn.Sequential or a sequence of callables, got {_errors.describe_value(functions)}"
         )
-    chain = [functions[position] for position in range(len(functions))]
+    chain: list[Any] = list(functions)
+    if not chain:
+        raise ValueError("functions must hold at least one function, got none")
+    for position, function in enumerate(chain):
+        if not callable(function):
+            raise _errors.not_callable(f"functions[{position}]", function)
     if not 1 <= segments <= len(chain):
         raise ValueError(f"segments must be from 1 to {len(chain)}, the number of functions, got {segments}")
 

@@ -38,7 +38,7 @@ from typing import Any
 from torch import Tensor
 
 from recollect import _ambient, _errors
-from recollect._engine.replay import Replay, Slot, or_nothing, run_replay
+from recollect._engine.replay import Replay, Slot, describe_difference, or_nothing, run_replay
 from recollect._errors import Signature
 from recollect._inputs import Inputs, find_tensors
 from recollect._torch import (
@@ -50,7 +50,7 @@ from recollect._torch import (
     push_hooks,
     top_hooks,
 )
-from recollect._verify import OperatorTrace, plain_signature, signature, traces_start_here
+from recollect._verify import OperatorTrace, signature, traces_start_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +223,7 @@ def run_region(
     signatures, slots, replays = frame.signatures, frame.slots, frame.replays
 
     def pack(tensor: Tensor) -> Slot:
-        try:
-            now = plain_signature(tensor) if type(tensor) is Tensor else signature(tensor)
-        except RuntimeError:
-            now = signature(tensor)
+        now = signature(tensor)
         # Equal neighbours share one signature: less for the garbage collector to look at.
         signatures.append(signatures[-1] if signatures and signatures[-1] == now else now)
         slot = Slot(len(slots))
@@ -240,11 +237,12 @@ def run_region(
         tensor = replay.tensors[slot]
         if tensor is None:
             error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
-            raise error(frame.region(), slot)
+            raise error(frame.region(), slot, describe_difference(frame, replay, stopped=True))
         replay.tensors[slot] = None
         version = tensor._version
         if version and version != replay.versions.get(slot, 0):
-            raise _errors.saved_tensor_changed(frame.region(), slot, tensor, current_node())
+            details = describe_difference(frame, replay, stopped=True)
+            raise _errors.saved_tensor_changed(frame.region(), slot, tensor, current_node(), details)
         return tensor
 
     push_hooks(pack, unpack)

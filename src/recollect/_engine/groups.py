@@ -8,6 +8,7 @@ dies.
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 from recollect._torch import current_group, set_current_group
 
@@ -32,6 +33,10 @@ class GraphExecGroup:
     """
 
     __slots__ = ("__weakref__",)
+
+    @classmethod
+    def _get_current_group(cls) -> Any:
+        return current_group()
 
     def __enter__(self) -> GraphExecGroup:
         if current_group() is not None:

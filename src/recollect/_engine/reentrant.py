@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from recollect import _ambient, _errors
-from recollect._torch import is_plain_backward, set_grad_enabled
+from recollect._inputs import named_tensors
+from recollect._torch import is_plain_backward, level_of_user_code, set_grad_enabled
 
 
 def check_backward_validity(inputs: Iterable[Any]) -> None:
@@ -26,7 +27,7 @@ def check_backward_validity(inputs: Iterable[Any]) -> None:
             "None of the inputs have requires_grad=True. Gradients will be None: the reentrant variant passes "
             "gradients only to "
             "tensors among its arguments. Pass use_reentrant=False, or let an input require grad",
-            stacklevel=2,
+            stacklevel=level_of_user_code(),
         )
 
 
@@ -47,7 +48,8 @@ class CheckpointFunction(torch.autograd.Function):
         check_backward_validity(args)
         tensors = [value for value in args if isinstance(value, Tensor)]
         ctx.function = function
-        ctx.ambient = _ambient.capture(tensors, preserve_rng_state=bool(preserve_rng_state))
+        everywhere = [tensor for _, tensor in named_tensors(args, "args")]
+        ctx.ambient = _ambient.capture(everywhere, preserve_rng_state=bool(preserve_rng_state))
         ctx.others = tuple(None if isinstance(value, Tensor) else value for value in args)
         ctx.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
         ctx.save_for_backward(*tensors)
@@ -73,6 +75,8 @@ class CheckpointFunction(torch.autograd.Function):
             set_grad_enabled(grad_was_enabled)
             _ambient.undo_all(undo)
         results = (result,) if isinstance(result, Tensor) else result
+        if len(results) != len(grads):
+            raise _errors.different_outputs(_errors.describe_function(ctx.function), len(grads), len(results))
         pairs = [
             (value, grad)
             for value, grad in zip(results, grads, strict=True)

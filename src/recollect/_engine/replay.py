@@ -11,9 +11,10 @@ makes `Module.__call__` leave out its always_call hooks. Here it is a BaseExcept
 its traceback. The exception that arrives is not believed (TorchScript replaces it, user code may wrap it):
 the state of the replay is set before it is raised, and that alone tells.
 
-Stopping exactly. An operator packs its inputs before its kernel runs, so the stop saves that kernel. A few
-operators (rrelu) pack memory that the kernel has yet to write: if the operator that packs the last tensor may be
-one of those, the stop waits for the next operator that saves something.
+Stopping exactly. An operator packs its inputs before its kernel runs, so the stop saves that kernel. An operator
+may also pack memory that its kernel has yet to write, as rrelu does with its noise: before its input, and of the
+same shape. If that is what the last two tensors look like, the stop waits until this operator has ended. Outputs
+are packed when they have been computed, and last.
 
 What this is not: it does not decide when to replay or who gets the result (frame.py).
 """
@@ -31,7 +32,6 @@ from recollect._ambient import Undo, restore, undo_all
 from recollect._errors import Signature
 from recollect._inputs import Arguments
 from recollect._torch import (
-    OWN_REFERENCES,
     may_be_unfilled,
     pop_hooks,
     push_hooks,
@@ -39,7 +39,7 @@ from recollect._torch import (
     sequence_number,
     set_grad_enabled,
 )
-from recollect._verify import OperatorTrace, first_difference, plain_signature, signature, traces_start_here
+from recollect._verify import OperatorTrace, first_difference, signature, traces_start_here
 
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame
@@ -71,11 +71,12 @@ class Replay:
     "dead.
     """
 
-    __slots__ = ("grouped", "tensors", "versions")
+    __slots__ = ("grouped", "tensors", "trace", "versions")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor | None] = []
         self.versions: dict[int, int] = {}  # of each tensor when it was saved, where it was not 0
+        self.trace: OperatorTrace | None = None
         self.grouped = False  # for the pass of a group rather than of one backward
 
 
@@ -95,28 +96,25 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     # Rule 6: inside an unfinished forward the number of slots is not final, and more of them are no mismatch.
     finished = frame.finished
 
-    trace = OperatorTrace() if frame.trace is not None else None
+    trace = replay.trace = OperatorTrace() if frame.trace is not None else None
     state = _RUNNING
     stop: Stop | None = None
     surplus = 0
-    unfilled_at = -1  # autograd's number for the operator that last packed what may be unfilled memory
+    unfilled = -1  # the last tensor that may be unfilled memory
+    operator = -1  # autograd's number for the operator that packed it, or that the stop is waiting for
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal unfilled_at
+        nonlocal unfilled, operator
+        index = len(tensors)
         if tensor.requires_grad:
             # The graph of the replay must not outlive it.
             kept = tensor.detach() if trace is None else trace.without(tensor.detach)
         else:
-            # Asked before `kept` is one more reference.
-            if getrefcount(tensor) <= OWN_REFERENCES and may_be_unfilled(tensor):
-                unfilled_at = sequence_number()
             kept = tensor
-        index = len(tensors)
+            if state == _RUNNING and may_be_unfilled(tensor):
+                unfilled, operator = index, sequence_number()
         if index <= last:
-            try:
-                now = plain_signature(tensor) if type(tensor) is Tensor else signature(tensor)
-            except RuntimeError:
-                now = signature(tensor)
+            now = signature(tensor)
             if now != signatures[index]:
                 differing[index] = now
             if kept._version:
@@ -132,11 +130,16 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         if not early_stop:
             surplus += index > last
         elif state != _COMPLETE:
-            if unfilled_at == sequence_number():
+            if operator == sequence_number() and (state == _STOP_IS_DUE or is_unfilled(index)):
                 state = _STOP_IS_DUE
             else:
                 state, stop = _COMPLETE, Stop()
                 raise stop
+
+    def is_unfilled(index: int) -> bool:
+        if unfilled == index:  # nothing after it can tell; it is looked at more closely only if it alone is asked for
+            return only is not None
+        return unfilled == index - 1 and signatures[index] == signatures[unfilled]
 
     undo: list[Undo] = []
     try:
@@ -165,14 +168,17 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     ended = state == _RUNNING  # by itself, before the last slot or because early stop is off
     fewer = ended and (count <= last or (finished and count < known))
     more = ended and finished and count > known
-    if mismatches or fewer or more:
-        details = ""
-        if trace is not None and frame.trace is not None:
-            details = first_difference(frame.trace.operators, trace.operators, stopped=not ended)
-        if mismatches:
-            raise _errors.different_metadata(frame.region(), mismatches, known, details)
-        raise (_errors.fewer_saved if fewer else _errors.more_saved)(frame.region(), known, count, details)
+    if fewer or more or mismatches:
+        details = describe_difference(frame, replay, stopped=not ended)
+        raise _errors.different_replay(frame.region(), known, count if fewer or more else known, mismatches, details)
     return replay
+
+
+def describe_difference(frame: Frame, replay: Replay, *, stopped: bool) -> str:
+    """What `debug=True` adds to an error: the operators of both passes and where they part."""
+    if frame.trace is None or replay.trace is None:
+        return ""
+    return first_difference(frame.trace.operators, replay.trace.operators, stopped=stopped)
 
 
 def _identity(packed: Tensor) -> Tensor:
