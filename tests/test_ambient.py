@@ -1,6 +1,9 @@
 """What a function reads without being given it is in a replay as it was in the forward, and around it as it was."""
 
 import contextlib
+import subprocess
+import sys
+import textwrap
 import warnings
 
 import pytest
@@ -693,3 +696,42 @@ def test_an_accelerator_that_stays_uninitialised_is_left_so(accelerator, default
     y.sum().backward()
     assert accelerator.log == []
     assert not accelerator._initialized
+
+
+def test_the_reentrant_variant_finds_devices_at_any_depth(accelerator):
+    with pytest.warns(UserWarning, match="at least two types of devices") as caught:
+        recollect.checkpoint(
+            lambda x, others: x.sin(), leaf(3), [Elsewhere("xpu:0"), {"a": Elsewhere("cuda:0")}], use_reentrant=True
+        )
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_generator_states_for_a_type_that_has_none():
+    with pytest.raises(ValueError, match=r"device_type must name an accelerator .* got 'cpu'"):
+        set_device_states([0], [torch.zeros(1)], device_type="cpu")
+    set_device_states([], [], device_type="cpu")
+    set_device_states([0], [torch.zeros(1)], device_type="meta")
+
+
+def test_first_imported_where_torch_functions_are_off():
+    """A lazy import inside a subclass's method must not make replays blind to subclasses."""
+    script = """
+        import torch
+        seen = []
+        class Noting(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, function, types, args=(), kwargs=None):
+                seen.append(function.__name__)
+                return super().__torch_function__(function, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            import recollect
+        x = torch.ones(3).as_subclass(Noting).requires_grad_()
+        y = recollect.checkpoint(lambda x: x.sin().exp(), x, early_stop=False)
+        seen.clear()
+        y.sum().backward()
+        assert "exp" in seen, seen
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

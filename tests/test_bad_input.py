@@ -317,3 +317,12 @@ def test_a_call_that_does_not_fit_the_function_is_its_own_error(run):
 def test_checkpoint_without_a_function(run):
     with pytest.raises(TypeError, match="function"):
         run()
+
+
+@pytest.mark.parametrize("option", ["debug", "early_stop", "preserve_rng_state"])
+@pytest.mark.parametrize("wrong", ["False", None, 1.0])
+def test_options_that_are_neither_true_nor_false(option, wrong):
+    with pytest.raises(TypeError, match=f"{option} must be True or False, got {type(wrong).__name__}"):
+        recollect.checkpoint(torch.sin, torch.ones(2, requires_grad=True), **{option: wrong})
+    with pytest.raises(TypeError, match=f"{option} must be True or False"):
+        recollect.remat(torch.sin, **{option: wrong})

@@ -338,3 +338,18 @@ def test_an_exception_in_the_replay_leaves_no_mode(kind):
     with pytest.raises(kind):
         y.sum().backward()
     assert _get_current_dispatch_mode() is None
+
+
+def test_other_errors_carry_the_operators_too():
+    def changes_what_was_saved(x):
+        y = x.exp()
+        y.add_(1)
+        return y.sin()
+
+    message = message_of(changes_what_was_saved, leaf(3))
+    assert NOTE in message
+    assert "aten.exp" in message
+    assert "aten.add_" in message
+    without = message_of(changes_what_was_saved, leaf(3), debug=False)
+    assert "Pass debug=True" in without
+    assert NOTE not in without

@@ -412,3 +412,23 @@ def test_for_the_reentrant_variant_it_does_nothing():
     assert got[0] == expected[0] == 3
     assert torch.equal(got[1], expected[1])
     assert torch.equal(got[2], expected[2])
+
+
+def test_reading_twice_in_one_call_is_not_blamed_on_overlap_alone():
+    class ReadsTwice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0] * ctx.saved_tensors[0]
+
+    y = recollect.checkpoint(ReadsTwice.apply, leaf(3))
+    with (
+        GraphExecGroup(),
+        pytest.raises(recollect.CheckpointError, match="that was already unpacked once") as info,
+    ):
+        y.sum().backward()
+    assert "If there was only one call" in str(info.value)

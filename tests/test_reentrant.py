@@ -467,3 +467,19 @@ def test_native_takes_it_too():
     y = recollect.checkpoint(sin_exp, x, use_reentrant=True)
     y.sum().backward()
     assert torch.equal(x.grad, torch.autograd.grad(sin_exp(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
+def test_another_number_of_results_in_the_replay_says_so(counts):
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        return (x.sin(),) * counts[len(calls) - 1]
+
+    x = leaf(3)
+    y = recollect.checkpoint(function, x, use_reentrant=True)
+    with pytest.raises(
+        recollect.CheckpointError, match=rf"returned {counts[0]} results .* and {counts[1]} in the replay"
+    ):
+        y[0].sum().backward()

@@ -2407,3 +2407,99 @@ def test_rule_10_batched_gradients():
         y = call(lambda x: x.sin().exp(), x)
         both.append(torch.autograd.grad(y, x, torch.eye(3), is_grads_batched=True))
     assert_equal(both[1], both[0])
+
+
+# --- Inputs of inner regions keep their place in the graph, and hooks around a region are believed ---
+
+
+@pytest.mark.parametrize("around", ["a region", "hooks that copy"])
+def test_rule_2_inner_inputs_are_connected_to_each_other(around):
+    """One argument was computed from another: a gradient between them must be found in the replay too."""
+
+    def inner(h, x):
+        (g,) = torch.autograd.grad((h.sin() * h).sum(), x, create_graph=True)
+        return (g * h).sin()
+
+    def program(call, x):
+        if around == "a region":
+            return call(lambda x: call(inner, x.tanh().exp(), x), x)
+        with saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t):
+            return call(inner, x.tanh().exp(), x)
+
+    x = leaf(3)
+    both_ways(program, x)
+
+
+def test_rule_1_hooks_around_a_region_may_change_what_they_give_back():
+    x = leaf(3)
+    with saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t * 2):
+        y = checkpoint(lambda x: x.sin(), x)
+    assert torch.equal(grad_of(y, x)[0], (2 * x).cos())
+
+
+@pytest.mark.parametrize("kind", [lambda h: defaultdict(int, a=h), lambda h: type("Mine", (dict,), {})(a=h)])
+def test_rule_9_containers_that_are_left_alone_are_watched_in_inner_regions_too(kind):
+    def outer(x):
+        h = x.tanh() * 1.0
+        y = checkpoint(lambda d: d["a"].sin().exp(), kind(h))
+        with torch.no_grad():
+            h.mul_(2.0)
+        return y
+
+    x = leaf(3)
+    with pytest.raises(CheckpointError, match=rf"args\[0\]\['a'\].*|{IN_PLACE}"):
+        grad_of(checkpoint(outer, x), x)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        lambda x: F.layer_norm(x, (3,)),
+        lambda x: F.batch_norm(x, None, None, training=True),
+        lambda x: F.cross_entropy(x, torch.tensor([0, 1])),
+        lambda x: F.cosine_similarity(x, torch.ones(2, 3)),
+        lambda x: x * torch.ones(2, 3),
+    ],
+)
+def test_rule_5_an_operator_that_saves_its_results_is_the_last_to_run(operator):
+    after = []
+
+    def function(x):
+        y = operator(x)
+        after.append(1)
+        return y
+
+    x = leaf(2, 3)
+    y = checkpoint(function, x)
+    grad_of(y, x)
+    assert len(after) == 1
+
+
+@early_stops
+def test_rule_5_noise_that_the_function_holds_itself(early_stop):
+    def function(x):
+        noise = torch.full_like(x, 7.0)
+        return torch.ops.aten.rrelu_with_noise(x, noise, 0.125, 0.333, True)
+
+    both_ways(lambda call, x: call(function, x, early_stop=early_stop), leaf(20))
+
+
+@pytest.mark.parametrize(
+    ("forward", "replay", "phrase", "early_stop"),
+    [
+        (lambda x: x.sin().exp().sin(), lambda x: x[:1].sin(), "A different number of tensors was saved", True),
+        (lambda x: x.sin(), lambda x: x[:1].sin().exp().sin(), "trying to save more tensors during", False),
+    ],
+)
+def test_rule_8_another_number_and_other_shapes_say_both(forward, replay, phrase, early_stop):
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        return (forward if len(calls) == 1 else replay)(x)
+
+    x = leaf(3)
+    y = checkpoint(function, x, early_stop=early_stop)
+    with pytest.raises(CheckpointError, match=phrase) as info:
+        grad_of(y, x)
+    assert "have different metadata" in str(info.value)

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -226,3 +227,14 @@ def test_an_exception_in_a_piece_leaves_no_state():
         with pytest.raises(KeyError, match="second"):
             checkpoint_sequential(functions, segments, leaf(3), use_reentrant=False)
         assert hooks_in_force() is None
+
+
+def test_segments_may_be_any_integer():
+    x = leaf(3)
+    y = checkpoint_sequential([torch.sin, torch.exp], np.int64(2), x, use_reentrant=False)
+    assert torch.equal(y, x.sin().exp())
+
+
+def test_what_is_no_function_is_named_by_its_place():
+    with pytest.raises(TypeError, match=r"functions\[1\] must be callable"):
+        checkpoint_sequential([torch.sin, 3], 1, leaf(3), use_reentrant=False)
