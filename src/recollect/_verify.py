@@ -143,7 +143,6 @@ def first_difference(forward: Sequence[Operator], replay: Sequence[Operator], *,
     return "\n".join(
         [
             "",
-            "",
             _errors.DEBUG_NOTE + ".",
             *_parting(forward, replay, index, stopped),
             "",
@@ -161,7 +160,8 @@ def _parting(forward: Sequence[Operator], replay: Sequence[Operator], index: int
         return [
             f"The replay ran the same {index} operators as the forward, with results of the same shapes and dtypes."
         ]
-    lines = [f"The first {index} operators are the same. Then they part, at operator {index}:"]
+    same = f"The first {index} operators are the same. Then they part" if index else "They part at once"
+    lines = [f"{same}, at operator {index}:"]
     for name, trace in (("forward", forward), ("replay", replay)):
         if index < len(trace):
             lines += [f"  {name}: {trace[index]}", f"           at {trace[index].where}"]
