@@ -67,9 +67,21 @@ at_end_of_pass: Callable[[Callable[[], None]], None]
 at_end_of_pass = torch.autograd.Variable._execution_engine.queue_callback
 
 
-def is_plain_backward() -> bool:
-    """False under `torch.autograd.grad` and `backward(inputs=...)`. Since 0.4."""
-    return bool(torch.autograd._is_checkpoint_valid())
+# False under `torch.autograd.grad` and `backward(inputs=...)`. Since 0.4.
+is_plain_backward: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
+
+
+def backward_inside_backward(tensors: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor | None, ...]) -> None:
+    """`torch.autograd.backward` for gradients that autograd itself has made, without its checks of them.
+
+    The engine's `run_backward` has had this signature since 1.8.
+    """
+    if are_plain(tensors):
+        torch.autograd.Variable._execution_engine.run_backward(
+            tensors, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        torch.autograd.backward(tensors, grads)
 
 
 # The group of backward calls that is in force. It travels with torch's own thread-local state, so that autograd's

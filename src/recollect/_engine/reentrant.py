@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from recollect import _ambient, _errors
-from recollect._inputs import named_tensors
-from recollect._torch import is_plain_backward, level_of_user_code, set_grad_enabled
+from recollect._inputs import find_tensors
+from recollect._torch import backward_inside_backward, is_plain_backward, level_of_user_code, set_grad_enabled
 
 
 def check_backward_validity(inputs: Iterable[Any]) -> None:
@@ -48,7 +48,7 @@ class CheckpointFunction(torch.autograd.Function):
         check_backward_validity(args)
         tensors = [value for value in args if isinstance(value, Tensor)]
         ctx.function = function
-        everywhere = [tensor for _, tensor in named_tensors(args, "args")]
+        everywhere, _ = find_tensors(args, {})
         ctx.ambient = _ambient.capture(everywhere, preserve_rng_state=bool(preserve_rng_state))
         ctx.others = tuple(None if isinstance(value, Tensor) else value for value in args)
         ctx.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
@@ -84,5 +84,5 @@ class CheckpointFunction(torch.autograd.Function):
         ]
         if not pairs:
             raise _errors.reentrant_without_grad()
-        torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+        backward_inside_backward(*zip(*pairs, strict=True))
         return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in detached))
