@@ -39,7 +39,7 @@ from recollect._torch import (
     sequence_number,
     set_grad_enabled,
 )
-from recollect._verify import OperatorTrace, first_difference, signature, traces_start_here
+from recollect._verify import OperatorTrace, first_difference, signatures_of, traces_start_here
 
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame
@@ -88,7 +88,6 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     replay = Replay()
     tensors, versions = replay.tensors, replay.versions
     slots, signatures, options = frame.slots, frame.signatures, frame.options
-    differing: dict[int, Signature] = {}
     known = len(slots)
     alive = find_alive(slots) if only is None else [slot == only for slot in slots]
     last = known - 1 - alive[::-1].index(True)  # the slot that is asked for is alive
@@ -108,15 +107,12 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         index = len(tensors)
         if tensor.requires_grad:
             # The graph of the replay must not outlive it.
-            kept = tensor.detach() if trace is None else trace.without(tensor.detach)
+            kept = tensor.detach()
         else:
             kept = tensor
             if state == _RUNNING and may_be_unfilled(tensor):
                 unfilled, operator = index, sequence_number()
         if index <= last:
-            now = signature(tensor)
-            if now != signatures[index]:
-                differing[index] = now
             if kept._version:
                 versions[index] = kept._version
             tensors.append(kept if alive[index] else None)
@@ -145,7 +141,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     try:
         _grad_mode_on(undo)
         restore(frame.ambient, undo)
-        push_hooks(pack, _identity)
+        push_hooks(pack if trace is None else trace.without(pack), _identity)
         undo.append(pop_hooks)
         _call(frame, arguments, trace)
     except BaseException as error:
@@ -162,9 +158,12 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             undo_all(undo)
 
     count = len(tensors) + surplus
-    mismatches = []
+    mismatches: list[tuple[int, Signature, Signature]] = []
     if options.determinism_check != "none":
-        mismatches = [(i, signatures[i], now) for i, now in differing.items() if tensors[i] is not None]
+        found = signatures_of(tensors)
+        if found != signatures[: len(found)]:
+            pairs = enumerate(zip(signatures, found, strict=False))
+            mismatches = [(i, then, now) for i, (then, now) in pairs if now is not None and now != then]
     ended = state == _RUNNING  # by itself, before the last slot or because early stop is off
     fewer = ended and (count <= last or (finished and count < known))
     more = ended and finished and count > known
