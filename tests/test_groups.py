@@ -432,3 +432,19 @@ def test_reading_twice_in_one_call_is_not_blamed_on_overlap_alone():
     ):
         y.sum().backward()
     assert "If there was only one call" in str(info.value)
+
+
+def test_a_group_entered_twice_in_an_unfinished_forward():
+    def function(x):
+        group = GraphExecGroup()
+        y = x.sin().exp()
+        with group:
+            (g,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        z = (y * g).cos()
+        with group:
+            (h,) = torch.autograd.grad(z.sum(), y)
+        return (x * g * h).sin()
+
+    x = leaf(3)
+    expected = torch.autograd.grad(function(x).sum(), x)[0]
+    assert torch.equal(torch.autograd.grad(recollect.checkpoint(function, x).sum(), x)[0], expected)

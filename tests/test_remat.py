@@ -1,6 +1,7 @@
 """`remat`: a wrapper and decorator whose every call is a region."""
 
 import contextlib
+import copy
 import functools
 import inspect
 import operator
@@ -405,3 +406,24 @@ def test_modules_with_decorated_methods_can_be_pickled():
     gate, x = Gate(), leaf(2, 3)
     twin = pickle.loads(pickle.dumps(gate))
     assert torch.equal(twin.decorated(x), gate.decorated(x))
+
+
+class HoldsAWrapper(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.run = recollect.remat(self.linear, name="linear")
+
+    def forward(self, x):
+        return self.run(x).exp()
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_a_model_that_holds_a_wrapper_uses_its_own_weights(how):
+    model, x = HoldsAWrapper(), leaf(2, 3)
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    assert twin.run.__wrapped__ is twin.linear
+    twin(x).sum().backward()
+    assert model.linear.weight.grad is None
+    assert twin.linear.weight.grad is not None
+    assert [name for name, _ in model.named_parameters()] == ["linear.weight", "linear.bias"]

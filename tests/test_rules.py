@@ -2503,3 +2503,112 @@ def test_rule_8_another_number_and_other_shapes_say_both(forward, replay, phrase
     with pytest.raises(CheckpointError, match=phrase) as info:
         grad_of(y, x)
     assert "have different metadata" in str(info.value)
+
+
+# --- Found by random programs and by a review ---
+
+
+def test_rule_5_inputs_of_an_inner_region_are_not_taken_for_unfilled_memory():
+    calls = []
+
+    def inner(m, h):
+        calls.append(1)
+        return (m * h).sin().exp()
+
+    x = leaf(3)
+    y = checkpoint(lambda x, m: checkpoint(inner, m, x.sin()), x, torch.ones(3))
+    grad_of(y, x)
+    assert len(calls) == 2, "one forward and one replay: the outer replay stops at the inner region's inputs"
+
+
+def test_rule_6_memory_that_is_reused_after_a_backward_inside():
+    def function(x):
+        y = x.exp()
+        (g,) = torch.autograd.grad(y.sum(), x)
+        with torch.no_grad():
+            y.zero_()
+        return (x * g).sin()
+
+    both_ways(lambda call, x: call(function, x, early_stop=False), leaf(3))
+
+
+def test_rule_7_a_forward_that_raises_after_changing_its_input_leaves_nothing():
+    class Payload:
+        pass
+
+    def function(h, payload):
+        h.exp_()
+        raise ValueError
+
+    with garbage_collector_off():
+        payload = Payload()
+        alive = weakref.ref(payload)
+        h = leaf(3) * 2
+        with contextlib.suppress(ValueError):
+            checkpoint(function, h, payload)
+        del h, payload
+        assert alive() is None
+
+
+def test_rule_7_anomaly_mode_inside_a_region_leaves_nothing():
+    class Payload:
+        pass
+
+    def function(x, payload):
+        a = x.sin()
+        b = a.tanh()
+        with torch.autograd.set_detect_anomaly(True):
+            (g,) = torch.autograd.grad(b.sum(), a, create_graph=True)
+            torch.autograd.grad(g.sum(), b, retain_graph=True)
+        return a.clone()
+
+    with garbage_collector_off():
+        payload = Payload()
+        alive = weakref.ref(payload)
+        y = checkpoint(function, leaf(3), payload)
+        del y, payload
+        assert alive() is None
+
+
+def test_rule_10_hooks_that_give_values_back_in_another_order_of_memory():
+    """Dropout draws in the order of memory."""
+
+    def program(call, x):
+        with saved_tensors_hooks(lambda t: t.contiguous(), lambda t: t):
+            return call(lambda x: torch.dropout(x, 0.5, True).sin(), x.t())
+
+    both_ways(program, leaf(3, 5))
+
+
+def test_rule_10_an_inference_tensor_as_argument_of_an_inner_region():
+    with torch.inference_mode():
+        t = torch.ones(3)
+
+    def program(call, x):
+        return call(lambda x, t: call(lambda h, t: (h + t).sin().exp(), x.cos(), t), x, t)
+
+    both_ways(program, leaf(3))
+
+
+def test_rule_8_a_function_with_any_attribute_can_be_named():
+    from unittest import mock
+
+    x = leaf(3)
+    y = checkpoint(mock.Mock(side_effect=lambda x: x.sin().exp()), x)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(CheckpointError, match=IN_PLACE):
+        grad_of(y, x)
+
+
+def test_rule_9_names_are_made_for_errors_only_and_shared_containers_are_entered_once():
+    class Key:
+        def __repr__(self):
+            raise AssertionError("not to be asked")
+
+    nest = [leaf(3)]
+    for _ in range(60):
+        nest = [nest, nest]
+    x = leaf(3)
+    y = checkpoint(lambda x, nest, d: x.sin().exp(), x, nest, {Key(): x})
+    assert torch.equal(grad_of(y, x)[0], x.sin().exp() * x.cos())

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled
 
 from recollect import _errors
-from recollect._inputs import named_tensors
+from recollect._inputs import find_tensors
 from recollect._torch import (
     TORCH_FUNCTION_ENABLED,
     accelerator_module,
@@ -82,10 +82,12 @@ def undo_all(steps: list[Undo]) -> None:
     """Run all steps, the last first, whatever some of them raise."""
     while steps:
         try:
-            steps.pop()()
+            steps[-1]()  # taken off only when done: every step may be run twice
         except BaseException:
+            steps.pop()
             undo_all(steps)
             raise
+        steps.pop()
 
 
 def forward_ended(parts: Sequence[Part]) -> None:
@@ -352,7 +354,7 @@ def _type_of(devices: Sequence[torch.device]) -> str:
 
 def infer_device_type(*args: Any) -> str:
     """The accelerator type of the tensors in `args`, at any depth."""
-    return _type_of(_devices_of([tensor for _, tensor in named_tensors(args, "")]))
+    return _type_of(_devices_of(find_tensors(args, {})[0]))
 
 
 def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
@@ -360,7 +362,7 @@ def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
 
     CPU and meta tensors are passed over.
     """
-    devices = _devices_of([tensor for _, tensor in named_tensors(args, "")])
+    devices = _devices_of(find_tensors(args, {})[0])
     ids = [_index_of(device) for device in devices if device.type != "meta"]
     if not ids:
         return [], []

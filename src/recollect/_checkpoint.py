@@ -236,6 +236,26 @@ def checkpoint(
     return result
 
 
+class _Rematted:
+    """What `remat` makes of anything but a plain function: a copy of it has a copy of the module inside."""
+
+    def __init__(self, function: Callable[..., Any], options: Options, context_fn: ContextFn) -> None:
+        # The attributes of a module are its state, not its description: they are not taken over.
+        functools.update_wrapper(self, function, updated=())
+        if not hasattr(function, "__name__"):  # a module or a partial
+            self.__name__ = self.__qualname__ = type(function).__name__
+        self._options = options
+        self._context_fn = context_fn
+
+    __wrapped__: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _run(self.__wrapped__, args, kwargs, self._options, self._context_fn)
+
+    def __repr__(self) -> str:
+        return f"recollect.remat({self.__wrapped__!r})"
+
+
 _OPTION_NAMES = ("determinism_check", "debug", "early_stop", "preserve_rng_state", "context_fn", "name")
 
 
@@ -319,13 +339,13 @@ def remat(
             raise _errors.not_callable("function", function)
         _refuse_if_it_runs_later(function)
 
-        # The attributes of a module are its state, not its description: they are not copied.
-        @functools.wraps(function, updated=("__dict__",) if isinstance(function, types.FunctionType) else ())
+        if not isinstance(function, types.FunctionType):
+            return _Rematted(function, options, context_fn)
+
+        @functools.wraps(function)
         def region(*args: Any, **kwargs: Any) -> Any:
             return _run(function, args, kwargs, options, context_fn)
 
-        if not hasattr(function, "__name__"):  # a module or a partial
-            region.__name__ = region.__qualname__ = type(function).__name__
         return region
 
     return decorate if function is None else decorate(function)

@@ -6,6 +6,7 @@ A message says what happened, where, what was expected and got, and what to do. 
 
 from __future__ import annotations
 
+import functools
 import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,7 +38,7 @@ def describe_tensor(tensor: Tensor) -> str:
 def describe_function(function: Callable[..., Any], name: str | None = None) -> str:
     """`Block (model.py:12)`, as far as it can be known; never raises."""
     inner: Any = function
-    while hasattr(inner, "func") and hasattr(inner, "keywords"):  # functools.partial
+    while isinstance(inner, functools.partial):
         inner = inner.func
     owner = getattr(inner, "__self__", None)
     if isinstance(owner, type):  # MyFunction.apply is a method of torch's own class

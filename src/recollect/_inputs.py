@@ -18,7 +18,7 @@ import copy
 import dataclasses
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -26,31 +26,44 @@ import torch
 from torch import Tensor
 
 from recollect import _errors
-from recollect._torch import Hooks, PlaceInGraph, are_plain, is_same_memory, without_torch_function
+from recollect._torch import HAND_PACKED, Hooks, PlaceInGraph, are_plain, is_same_memory, without_torch_function
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def named_tensors(value: Any, path: str, seen: frozenset[int] = frozenset()) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in `value` with the expression that leads to it, `args[0]['mask']`."""
+Path = tuple[tuple[str, Any], ...]
+
+
+def walk(value: Any, path: Path = (), seen: set[int] | None = None) -> Iterator[tuple[Path, Tensor]]:
+    """Every tensor in `value` and the way that leads to it; a container that stands in two places is entered once."""
     if isinstance(value, Tensor):
         yield path, value
         return
+    parts: Iterable[tuple[tuple[str, Any], Any]]
     if isinstance(value, dict):
-        parts = [(f"{path}[{key!r}]", part) for key, part in value.items()]
+        parts = ((("item", key), part) for key, part in value.items())
     elif isinstance(value, (list, tuple, deque)):
-        parts = [(f"{path}[{position}]", part) for position, part in enumerate(value)]
+        parts = ((("item", position), part) for position, part in enumerate(value))
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = [
-            (f"{path}.{field.name}", getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if hasattr(value, field.name)
-        ]
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        parts = ((("field", name), getattr(value, name)) for name in names)
     else:
         return
-    if id(value) not in seen:  # a container may hold itself
-        for name, part in parts:
-            yield from named_tensors(part, name, seen | {id(value)})
+    seen = set() if seen is None else seen
+    if id(value) not in seen:
+        seen.add(id(value))
+        for step, part in parts:
+            yield from walk(part, (*path, step), seen)
+
+
+def _name_of(path: Path) -> str:
+    """`args[0]['mask']`, `scale`: a way through (args, kwargs) as a reader would write it. Only errors need it."""
+    (_, which), *rest = path
+    if which == 0:
+        name = "args"
+    else:
+        (_, name), *rest = rest
+    return name + "".join(f".{key}" if kind == "field" else f"[{key!r}]" for kind, key in rest)
 
 
 _ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
@@ -60,11 +73,12 @@ def find_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Te
     """The tensors of a call in a fixed order, and whether the call holds no container that could change."""
     tensors: list[Tensor] = []
     flat = True
+    seen: set[int] = set()
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
             tensors.append(value)
         elif type(value) not in _ATOMS:
-            tensors += [tensor for _, tensor in named_tensors(value, "")]
+            tensors += [tensor for _, tensor in walk(value, (), seen)]
             flat = flat and not isinstance(value, (list, tuple, dict, deque)) and not dataclasses.is_dataclass(value)
     return tensors, flat
 
@@ -223,9 +237,7 @@ def _find_change(arguments: Arguments, tensors: Sequence[Tensor | None], version
             continue
         (now,) = versions_of((tensor,))
         if now != then:
-            args, kwargs = arguments
-            names = [name for name, _ in named_tensors(args, "args")]
-            names += [name for key, value in kwargs.items() for name, _ in named_tensors(value, key)]
+            names = [_name_of(path) for path, _ in walk(arguments)]
             # A container may hold other tensors than before: then the name is not to be had.
             name = names[index] if len(names) == len(tensors) else f"tensor {index} of the arguments"
             return f"{name} ({_errors.describe_tensor(tensor)}), at version {now} instead of {then}"
@@ -235,18 +247,23 @@ def _find_change(arguments: Arguments, tensors: Sequence[Tensor | None], version
 class _Hooked:
     """A tensor in the care of saved-tensor hooks, and what they do not keep: its place in autograd's graph."""
 
-    __slots__ = ("_original", "_packed", "_place", "_unpack")
+    __slots__ = ("_original", "_packed", "_place", "_stride", "_unpack")
 
     def __init__(self, tensor: Tensor, hooks: Hooks) -> None:
         pack, self._unpack = hooks
         self._original = weakref.ref(tensor)
         with without_torch_function():
             self._place = PlaceInGraph(tensor) if tensor.requires_grad else None
+        dense = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
+        self._stride = tensor.stride() if dense else None
         # Called by hand, not by autograd: what the hook raises, a stop above all, comes out as it is.
         self._packed = pack(tensor)
 
     def get(self) -> Tensor:
         tensor = self._unpack(self._packed)
+        if self._stride is not None and tensor.stride() != self._stride:
+            # Hooks may give back the values in another order; random operators draw in the order of memory.
+            tensor = with_stride(tensor, self._stride)
         if self._place is None:
             return tensor
         original = self._original()
@@ -254,3 +271,14 @@ class _Hooked:
         if original is not None and original.is_leaf and is_same_memory(tensor, original):
             return original
         return self._place.put(tensor)
+
+
+def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The same values in memory of another order, where memory can be laid out so."""
+    try:
+        return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    except RuntimeError:  # an expanded tensor has places that share memory
+        return tensor
+
+
+HAND_PACKED.add(_Hooked.__init__.__code__)

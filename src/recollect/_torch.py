@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -193,12 +193,36 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
 
 
+# The code that calls pack hooks by hand: what it packs has been written long ago.
+HAND_PACKED: set[CodeType] = set()
+
+
+def is_hand_packed(depth: int) -> bool:
+    """Whether the pack hook `depth` calls up the stack was called by us rather than by autograd."""
+    return sys._getframe(depth + 1).f_code in HAND_PACKED
+
+
+def pop_hooks_of(pack: object) -> None:
+    """Pop the innermost hooks if they are those of `pack`: after an interrupt they may not have been pushed."""
+    hooks = top_hooks()
+    if hooks is not None and hooks[0] is pack:
+        pop_hooks()
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; one made in inference mode does not count and stays at 0."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
 def may_be_unfilled(tensor: torch.Tensor) -> bool:
     """Whether a packed tensor without grad may be memory that its operator is yet to write.
 
     `rrelu` packs its noise before the kernel writes it. Such memory is dense, floating, no view, and at version 0.
     """
-    return tensor._version == 0 and tensor.is_floating_point() and tensor._base is None
+    return version_of(tensor) == 0 and tensor.is_floating_point() and tensor._base is None
 
 
 # --- Modules that a stop cuts short ---

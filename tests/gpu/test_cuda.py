@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 import torch
@@ -275,3 +276,22 @@ def test_two_python_threads(x):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_backward_inside_that_needs_the_thread_that_waits(monkeypatch):
+    """One device thread replays, another waits for it, and the replay's own backward needs the one that waits."""
+    monkeypatch.setattr("recollect._engine.frame._PATIENCE", 1.0)
+
+    def function(a, b):
+        if torch._C._current_graph_task_id() >= 0:
+            time.sleep(0.3)
+        (g,) = torch.autograd.grad(b.sin().sum(), b)
+        return a.sin().exp(), (b * g).exp()
+
+    a, b = torch.randn(4, requires_grad=True), torch.randn(4, device="cuda", requires_grad=True)
+    u, v = recollect.checkpoint(function, a, b)
+    torch.autograd.backward([u.sum(), v.sum().cpu()])
+    p, q = function(a, b)
+    expected = torch.autograd.grad(p.sum() + q.sum().cpu(), [a, b])
+    assert torch.equal(a.grad, expected[0])
+    assert torch.equal(b.grad, expected[1])

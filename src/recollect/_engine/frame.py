@@ -22,7 +22,8 @@ Rules (numbers as in the contract):
    at the time it was saved, which restores the check that autograd itself leaves out under hooks.
 
 Threads. Two device threads of one backward may ask at once, and two Python threads may run backward over one graph:
-a frame replays under its lock, and locks are taken from inner frames to outer ones only.
+a frame replays under its lock, and locks are taken from inner frames to outer ones only. Nobody waits for ever:
+a second replay beside the first costs time and is right.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ from recollect._torch import (
     current_group,
     current_node,
     graph_task_id,
-    pop_hooks,
+    pop_hooks_of,
     push_hooks,
     top_hooks,
+    version_of,
 )
 from recollect._verify import OperatorTrace, signature, traces_start_here
 
@@ -62,6 +64,9 @@ class Options:
     debug: bool = False
     preserve_rng_state: bool = True
     name: str | None = None
+
+
+_PATIENCE = 10.0  # seconds
 
 
 class Frame:
@@ -109,7 +114,9 @@ class Frame:
     def replay_for(self, slot: Slot) -> Replay:
         """The replay of the running pass: run now, unless another thread of this backward was faster."""
         task = graph_task_id()
-        with self._lock:
+        # A backward inside the function may need the very thread that waits here: after a while, replay beside it.
+        locked = self._lock.acquire(timeout=_PATIENCE)
+        try:
             if task < 0:
                 return self._replay_outside(slot)
             replay = self.replays.get(task)
@@ -123,6 +130,9 @@ class Frame:
                 replay = self._replay_in_group(group, slot)
             self.replays[task] = replay
             return replay
+        finally:
+            if locked:
+                self._lock.release()
 
     def _replay_in_group(self, group: Any, slot: Slot) -> Replay:
         replay = self.replays.get(weakref.ref(group))
@@ -130,6 +140,7 @@ class Frame:
             replay = self._replay()
             replay.grouped = True
             end = _EndOfPass(self, replay)
+            self.replays.pop(weakref.ref(group), None)  # or an equal key of an earlier replay would stay
             self.replays[weakref.ref(group, lambda _: end())] = replay
         return replay
 
@@ -200,7 +211,8 @@ class _EndOfPass:
         self._replay = replay
 
     def __call__(self) -> None:
-        frame = self._frame() if self._frame is not None else None
+        reference = getattr(self, "_frame", None)  # an interrupted __init__ leaves none
+        frame = reference() if reference is not None else None
         self._frame = None
         if frame is not None:
             frame.forget(self._replay)
@@ -239,22 +251,22 @@ def run_region(
             error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
             raise error(frame.region(), slot, describe_difference(frame, replay, stopped=True))
         replay.tensors[slot] = None
-        version = tensor._version
+        version = version_of(tensor)
         if version and version != replay.versions.get(slot, 0):
             details = describe_difference(frame, replay, stopped=True)
             raise _errors.saved_tensor_changed(frame.region(), slot, tensor, current_node(), details)
         return tensor
 
-    push_hooks(pack, unpack)
     try:
+        push_hooks(pack, unpack)
         if contexts is None and frame.trace is None:
             result = function(*args, **kwargs)
         else:
             result = _call_in_contexts(frame, args, kwargs, contexts[0] if contexts is not None else None)
     finally:
-        pop_hooks()
+        pop_hooks_of(pack)
+        inputs.forward_ended(args, kwargs, tensors)
     frame.finished = True
-    inputs.forward_ended(args, kwargs, tensors)
     _ambient.forward_ended(ambient)
     return result
 

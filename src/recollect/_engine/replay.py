@@ -22,22 +22,35 @@ What this is not: it does not decide when to replay or who gets the result (fram
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, inference_mode, is_grad_enabled, is_inference_mode_enabled
+from torch import (
+    Tensor,
+    inference_mode,
+    is_anomaly_check_nan_enabled,
+    is_anomaly_enabled,
+    is_grad_enabled,
+    is_inference_mode_enabled,
+    set_anomaly_enabled,
+)
 
 from recollect import _errors
 from recollect._ambient import Undo, restore, undo_all
 from recollect._errors import Signature
 from recollect._inputs import Arguments
 from recollect._torch import (
+    current_group,
+    is_hand_packed,
     may_be_unfilled,
-    pop_hooks,
+    pop_hooks_of,
     push_hooks,
     run_cut_short_hooks,
     sequence_number,
+    set_current_group,
     set_grad_enabled,
+    version_of,
 )
 from recollect._verify import OperatorTrace, first_difference, signatures_of, traces_start_here
 
@@ -91,9 +104,10 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     known = len(slots)
     alive = find_alive(slots) if only is None else [slot == only for slot in slots]
     last = known - 1 - alive[::-1].index(True)  # the slot that is asked for is alive
-    early_stop = options.early_stop or only is not None
-    # Rule 6: inside an unfinished forward the number of slots is not final, and more of them are no mismatch.
+    # Rule 6: inside an unfinished forward the number of slots is not final, and what lies beyond them is none of this
+    # replay's concern.
     finished = frame.finished
+    early_stop = options.early_stop or only is not None or not finished
 
     trace = replay.trace = OperatorTrace() if frame.trace is not None else None
     state = _RUNNING
@@ -113,8 +127,9 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             if state == _RUNNING and may_be_unfilled(tensor):
                 unfilled, operator = index, sequence_number()
         if index <= last:
-            if kept._version:
-                versions[index] = kept._version
+            version = version_of(kept)
+            if version:
+                versions[index] = version
             tensors.append(kept if alive[index] else None)
             if index < last:
                 return kept
@@ -133,16 +148,19 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
                 raise stop
 
     def is_unfilled(index: int) -> bool:
+        if is_hand_packed(3):  # called by end_if_complete, called by pack
+            return False
         if unfilled == index:  # nothing after it can tell; it is looked at more closely only if it alone is asked for
             return only is not None
         return unfilled == index - 1 and signatures[index] == signatures[unfilled]
 
     undo: list[Undo] = []
     try:
-        _grad_mode_on(undo)
+        _set_modes(undo)
         restore(frame.ambient, undo)
-        push_hooks(pack if trace is None else trace.without(pack), _identity)
-        undo.append(pop_hooks)
+        hook = pack if trace is None else trace.without(pack)
+        undo.append(partial(pop_hooks_of, hook))
+        push_hooks(hook, _identity)
         _call(frame, arguments, trace)
     except BaseException as error:
         # Neither an error of the function nor Ctrl-C while the stop was on its way may be lost.
@@ -184,15 +202,23 @@ def _identity(packed: Tensor) -> Tensor:
     return packed
 
 
-def _grad_mode_on(undo: list[Undo]) -> None:
-    """Grad mode is on in a replay, whatever it is around it. Inference mode would override it."""
+def _set_modes(undo: list[Undo]) -> None:
+    """Grad mode is on in a replay, whatever it is around it, and inference mode, which would override it, off."""
     if is_inference_mode_enabled():
         normal = inference_mode(False)
         normal.__enter__()
         undo.append(lambda: normal.__exit__(None, None, None))
     if not is_grad_enabled():
-        set_grad_enabled(True)
         undo.append(_grad_mode_off)
+        set_grad_enabled(True)
+    group = current_group()
+    if group is not None:  # a group around this backward is none of the function's concern
+        undo.append(partial(set_current_group, group))
+        set_current_group(None)
+    if is_anomaly_enabled():
+        # Under it every node holds the node that runs when it is made: the replay's graph would hold the forward's.
+        undo.append(partial(set_anomaly_enabled, True, is_anomaly_check_nan_enabled()))
+        set_anomaly_enabled(False)
 
 
 def _grad_mode_off() -> None:
