@@ -2612,3 +2612,18 @@ def test_rule_9_names_are_made_for_errors_only_and_shared_containers_are_entered
     x = leaf(3)
     y = checkpoint(lambda x, nest, d: x.sin().exp(), x, nest, {Key(): x})
     assert torch.equal(grad_of(y, x)[0], x.sin().exp() * x.cos())
+
+
+def test_rule_2_the_place_in_the_graph_also_where_torch_has_no_saved_tensors_of_their_own(monkeypatch):
+    """PyTorch 2.11: a node is made that saves the tensor."""
+    monkeypatch.setattr("recollect._torch._make_saved_tensor", None)
+    modes = CountOperators(), CountOperators()
+
+    def inner(h, x):
+        (g,) = torch.autograd.grad((h.sin() * h).sum(), x, create_graph=True)
+        return (g * h).sin()
+
+    both_ways(lambda call, x: call(lambda x: call(inner, x.tanh().exp(), x), x), leaf(3))
+    y = checkpoint(lambda x: checkpoint(lambda h: h.exp(), x.sin()), leaf(3), context_fn=lambda: modes)
+    assert modes[0].counts == {"sin": 1, "exp": 1}
+    y.sum().backward()

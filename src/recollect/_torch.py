@@ -148,7 +148,7 @@ def is_stock_noop_context_fn(function: object) -> bool:
 
 # --- A tensor's place in autograd ---
 
-# A saved tensor as autograd's own nodes have them. Since 2.10. Missing: a node is made that saves the tensor.
+# A saved tensor as autograd's own nodes have them. Since 2.12. Missing: a node is made that saves the tensor.
 _make_saved_tensor = getattr(_autograd, "_make_saved_tensor", None)
 
 
@@ -165,18 +165,25 @@ class PlaceInGraph:
     __slots__ = ("_unpack", "_values")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        values: list[torch.Tensor] = []
-        push_hooks(lambda _: None, lambda _: values.pop())
+        self._values: list[torch.Tensor] = []
+        push_hooks(lambda _: None, lambda _, values=self._values: values.pop())  # type: ignore[misc]
         try:
-            if _make_saved_tensor is not None:
-                self._unpack = _make_saved_tensor(tensor, False).unpack
-            else:
-                with torch.enable_grad():
-                    node: Any = _SavingNode.apply(torch.empty(0, requires_grad=True), tensor).grad_fn
-                self._unpack = lambda: node.saved_tensors[0]
+            make = _make_saved_tensor
+            self._unpack = make(tensor, False).unpack if make is not None else self._save_in_a_node(tensor)
         finally:
             pop_hooks()
-        self._values = values
+
+    def _save_in_a_node(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        values = self._values
+        if (
+            tensor.is_nested
+        ):  # not for autograd Functions: give up its place, a leaf that needs grad is enough to replay
+            return lambda: values.pop().detach().requires_grad_()
+        # Dispatch modes shall not see the node being made. `_DisableTorchDispatch` since 1.12.
+        with torch.enable_grad(), torch._C._DisableTorchDispatch():
+            result: Any = _SavingNode.apply(torch.empty(0, requires_grad=True), tensor)
+        # The node keeps what it saved for as long as its result lives.
+        return lambda: result.grad_fn.saved_tensors[0]
 
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor with these values at that place."""
