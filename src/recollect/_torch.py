@@ -1,7 +1,7 @@
 """The only file that touches private names of torch.
 
-Each name says since when torch has it and what happens where it is missing. "Checked" means that this
-project's tests ran on that version of torch. Nothing here holds state of its own.
+Every name was there in torch 2.11, 2.13 and 2.15, on which this project's tests ran, unless its comment says
+otherwise; a missing one is an AttributeError when recollect is imported. Nothing here holds state of its own.
 """
 
 from __future__ import annotations
@@ -15,42 +15,41 @@ from typing import Any
 
 import torch
 import torch.nn.modules.module as _modules
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # since 1.13, documented since 2.0
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _autograd = torch._C._autograd
 
-# Saved-tensor hooks of this thread, the innermost last. Since 1.10; the public `saved_tensors_hooks` calls them
-# and costs five times as much. Missing: AttributeError at import, there is no engine without them.
+# Saved-tensor hooks of this thread, the innermost last. The public `saved_tensors_hooks` calls them and
+# costs five times as much.
 push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
 push_hooks = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 
 
 def top_hooks() -> Hooks | None:
-    """The innermost saved-tensor hooks of this thread, or None. Since 2.1, checked on 2.11 and 2.13."""
+    """The innermost saved-tensor hooks of this thread, or None."""
     hooks: Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
 
-# Which backward call runs in this thread, -1 outside of any. Since 1.13. Autograd never uses a number twice.
+# Which backward call runs in this thread, -1 outside of any. Autograd never uses a number twice.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-# The node whose backward runs in this thread, or None. Since 2.0.
+# The node whose backward runs in this thread, or None.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-# Autograd numbers its nodes as it makes them, so an unmoved number means that the same operator still runs. Since 1.13.
+# Autograd numbers its nodes as it makes them, so an unmoved number means that the same operator still runs.
 sequence_number: Callable[[], int] = _autograd._get_sequence_nr
-# `torch.set_grad_enabled` without the cost of a context manager. Since 1.0.
+# `torch.set_grad_enabled` without the cost of a context manager.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-# How many torch-function modes this thread has: without any, no default device can be in force. Since 2.0.
+# How many torch-function modes this thread has: without any, no default device can be in force.
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
-# Whether a subclass's __torch_function__ and torch-function modes are asked in this thread. Since 2.0; the exact state
-# since 2.1.
+# Whether a subclass's __torch_function__ and torch-function modes are asked in this thread.
 torch_function_enabled: Callable[[], bool] = torch._C._is_torch_function_enabled
 TORCH_FUNCTION_ENABLED = torch._C._TorchFunctionState.ENABLED  # type: ignore[attr-defined]
 torch_function_state: Callable[[], Any] = torch._C._get_torch_function_state  # type: ignore[attr-defined]
 set_torch_function_state: Callable[[Any], None] = torch._C._set_torch_function_state  # type: ignore[attr-defined]
-# Hides a tensor subclass's __torch_function__. Since 2.0.
+# Hides a tensor subclass's __torch_function__.
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
 _PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -61,21 +60,17 @@ def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
     return _PLAIN_TYPES.issuperset(map(type, tensors))
 
 
-# Have the running backward call something at its end; a backward that fails drops it without a call. Since 0.4, used by
-# FSDP and DDP.
+# Have the running backward call something at its end; a backward that fails drops it without a call.
 at_end_of_pass: Callable[[Callable[[], None]], None]
 at_end_of_pass = torch.autograd.Variable._execution_engine.queue_callback
 
 
-# False under `torch.autograd.grad` and `backward(inputs=...)`. Since 0.4.
+# False under `torch.autograd.grad` and `backward(inputs=...)`.
 is_plain_backward: Callable[[], bool] = torch.autograd.Variable._execution_engine.is_checkpoint_valid
 
 
 def backward_inside_backward(tensors: tuple[torch.Tensor, ...], grads: tuple[torch.Tensor | None, ...]) -> None:
-    """`torch.autograd.backward` for gradients that autograd itself has made, without its checks of them.
-
-    The engine's `run_backward` has had this signature since 1.8.
-    """
+    """`torch.autograd.backward` for gradients that autograd itself has made, without its checks of them."""
     if are_plain(tensors):
         torch.autograd.Variable._execution_engine.run_backward(
             tensors, grads, False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -85,7 +80,7 @@ def backward_inside_backward(tensors: tuple[torch.Tensor, ...], grads: tuple[tor
 
 
 # The group of backward calls that is in force. It travels with torch's own thread-local state, so that autograd's
-# device threads see it. Since 2.10. PyTorch's own groups are kept here too, so ours and theirs know of each other.
+# device threads see it. PyTorch's own groups are kept here too, so ours and theirs know of each other.
 current_group: Callable[[], Any] = torch._C._get_graph_exec_group
 set_current_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 
@@ -94,7 +89,6 @@ def default_device() -> torch.device | None:
     """The device that `torch.device(...)` as a context or `torch.set_default_device` put in force in this thread.
 
     `torch.get_default_device` is not enough: it cannot tell "none" from "cpu" and makes a tensor to find an index.
-    DeviceContext is since 2.0.
     """
     if not function_mode_count():
         return None
@@ -133,7 +127,7 @@ def nested_sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What stands for the shape of a nested tensor: a strided one has none of its own.
 
     A jagged shape names its ragged dimension by a number that is new for every construction: a tensor that was built
-    anew in a replay does not fit the graph of the forward, and shows here. `_nested_tensor_size` since 1.13.
+    anew in a replay does not fit the graph of the forward, and shows here.
     """
     if tensor.layout == torch.jagged:
         return tuple(tensor.shape)
@@ -148,7 +142,7 @@ def is_stock_noop_context_fn(function: object) -> bool:
 
 # --- A tensor's place in autograd ---
 
-# A saved tensor as autograd's own nodes have them. Since 2.12. Missing: a node is made that saves the tensor.
+# A saved tensor as autograd's own nodes have them. Not in 2.11: there a node is made that saves the tensor.
 _make_saved_tensor = getattr(_autograd, "_make_saved_tensor", None)
 
 
@@ -179,7 +173,7 @@ class PlaceInGraph:
             tensor.is_nested
         ):  # not for autograd Functions: give up its place, a leaf that needs grad is enough to replay
             return lambda: values.pop().detach().requires_grad_()
-        # Dispatch modes shall not see the node being made. `_DisableTorchDispatch` since 1.12.
+        # Dispatch modes shall not see the node being made.
         with torch.enable_grad(), torch._C._DisableTorchDispatch():
             result: Any = _SavingNode.apply(torch.empty(0, requires_grad=True), tensor)
         # The node keeps what it saved for as long as its result lives.
@@ -245,8 +239,8 @@ def called_module(frame: FrameType) -> torch.nn.Module | None:
 def run_cut_short_hooks(traceback: TracebackType | None) -> None:
     """Run the `always_call` forward hooks of the modules whose calls `traceback` left, innermost first.
 
-    `Module.__call__` does it by itself for an Exception only. Reads the locals of `Module._call_impl`, called so
-    since 2.0 and unchanged in 2.11 to 2.15: `self`, `args`, `kwargs`, `result` and `called_always_called_hooks`.
+    `Module.__call__` does it by itself for an Exception only. Reads the locals of `Module._call_impl`, the
+    same in 2.11, 2.13 and 2.15: `self`, `args`, `kwargs`, `result` and `called_always_called_hooks`.
     Where a name is missing the module is passed over.
     """
     calls = []

@@ -22,8 +22,8 @@ Rules (numbers as in the contract):
    at the time it was saved, which restores the check that autograd itself leaves out under hooks.
 
 Threads. Two device threads of one backward may ask at once, and two Python threads may run backward over one graph:
-a frame replays under its lock, and locks are taken from inner frames to outer ones only. Nobody waits for ever:
-a second replay beside the first costs time and is right.
+a frame replays under its lock, and locks are taken from inner frames to outer ones only. Nobody waits for
+ever, see `_PATIENCE`.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ class Options:
     name: str | None = None
 
 
-_PATIENCE = 10.0  # seconds
+# Seconds. Long, because two replays at once share the random generators: it is to end a deadlock, not to save time.
+_PATIENCE = 60.0
 
 
 class Frame:
