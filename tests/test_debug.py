@@ -11,21 +11,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import recollect
 from recollect import dropin
-from tools import CountOperators, leaf
+from tools import CountOperators, Once, leaf
 
 NOTE = "You are seeing this error because you passed `debug=True` to checkpoint"
 THIS_FILE = os.path.basename(__file__)
-
-
-class Once:
-    """True at the first call, False at later ones."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self):
-        self.calls += 1
-        return self.calls == 1
 
 
 def line_of(function, text):
@@ -353,3 +342,13 @@ def test_other_errors_carry_the_operators_too():
     without = message_of(changes_what_was_saved, leaf(3), debug=False)
     assert "Pass debug=True" in without
     assert NOTE not in without
+
+
+def test_a_replay_that_ran_to_its_end_is_not_called_stopped():
+    def changes_what_was_saved(x):
+        y = x.exp()
+        y.add_(1)
+        return y.sin()
+
+    assert "stopped early" not in message_of(changes_what_was_saved, leaf(3), early_stop=False)
+    assert "stopped early" in message_of(changes_what_was_saved, leaf(3))

@@ -10,7 +10,7 @@ import torch
 
 import recollect
 from recollect import dropin
-from tools import CountOperators, hooks_in_force, leaf
+from tools import CountOperators, Once, hooks_in_force, leaf
 
 EXPLICITLY = "the use_reentrant parameter should be passed explicitly"
 DEBUG_NOTE = "You are seeing this error because you passed `debug=True` to checkpoint"
@@ -18,17 +18,6 @@ DEBUG_NOTE = "You are seeing this error because you passed `debug=True` to check
 
 def sin_exp(x):
     return x.sin().exp()
-
-
-class Once:
-    """True at the first call, False at later ones: a function that takes another path in its replay."""
-
-    def __init__(self):
-        self.calls = 0
-
-    def __call__(self):
-        self.calls += 1
-        return self.calls == 1
 
 
 class Noting:

@@ -2508,7 +2508,8 @@ def test_rule_8_another_number_and_other_shapes_say_both(forward, replay, phrase
 # --- Found by random programs and by a review ---
 
 
-def test_rule_5_inputs_of_an_inner_region_are_not_taken_for_unfilled_memory():
+@pytest.mark.parametrize("debug", [False, True])
+def test_rule_5_inputs_of_an_inner_region_are_not_taken_for_unfilled_memory(debug):
     calls = []
 
     def inner(m, h):
@@ -2516,7 +2517,7 @@ def test_rule_5_inputs_of_an_inner_region_are_not_taken_for_unfilled_memory():
         return (m * h).sin().exp()
 
     x = leaf(3)
-    y = checkpoint(lambda x, m: checkpoint(inner, m, x.sin()), x, torch.ones(3))
+    y = checkpoint(lambda x, m: checkpoint(inner, m, x.sin()), x, torch.ones(3), debug=debug)
     grad_of(y, x)
     assert len(calls) == 2, "one forward and one replay: the outer replay stops at the inner region's inputs"
 

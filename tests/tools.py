@@ -16,6 +16,17 @@ IN_PLACE = "modified by an inplace operation"
 FREED = "Trying to backward through the graph a second time"
 
 
+class Once:
+    """True at the first call, False at later ones: a function that takes another path in its replay."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return self.calls == 1
+
+
 def leaf(*shape, dtype=torch.float32, seed=0):
     """A leaf that needs grad, with values that differ from each other."""
     generator = torch.Generator().manual_seed(seed)

@@ -82,7 +82,7 @@ def undo_all(steps: list[Undo]) -> None:
     """Run all steps, the last first, whatever some of them raise."""
     while steps:
         try:
-            steps[-1]()  # taken off only when done: every step may be run twice
+            steps[-1]()  # taken off only when done: an interrupt rather makes one run twice than not at all
         except BaseException:
             steps.pop()
             undo_all(steps)
@@ -212,9 +212,7 @@ def _autocast_types(device_type: str) -> tuple[str, ...]:
     return ("cpu", device_type) if has_its_own else ("cpu",)
 
 
-def _enter(contexts: Sequence[Any]) -> Undo | None:
-    if not contexts:
-        return None
+def _enter(contexts: Sequence[Any]) -> Undo:
     with contextlib.ExitStack() as stack:  # leaves those already entered if one fails to enter
         for context in contexts:
             stack.enter_context(context)

@@ -106,7 +106,7 @@ def runs_later(function: Callable[..., Any], kind: str) -> TypeError:
 def context_suppressed(region: str) -> RuntimeError:
     return RuntimeError(
         f"context_fn suppressed the exception that the forward of {region} raised: its first context manager's "
-        "__exit__ returned a true value, and a region without a result cannot go on"
+        "__exit__ returned a true value, and a region without a result cannot go on. Let it return None"
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 from recollect import _errors
-from recollect._torch import HAND_PACKED, Hooks, PlaceInGraph, are_plain, is_same_memory, without_torch_function
+from recollect._torch import Hooks, PlaceInGraph, are_plain, is_same_memory, version_of, without_torch_function
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -136,18 +137,14 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was changed in place; a tensor made in inference mode does not count."""
     if not are_plain(tensors):
         with without_torch_function():
-            return [_version_of(tensor) for tensor in tensors]
+            return list(map(version_of, tensors))
     try:
         return list(map(_counted_version, tensors))
     except RuntimeError:
-        return [_version_of(tensor) for tensor in tensors]
+        return list(map(version_of, tensors))
 
 
 _counted_version: Callable[[Tensor], int] = attrgetter("_version")
-
-
-def _version_of(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 class _Place:
@@ -244,6 +241,15 @@ def _find_change(arguments: Arguments, tensors: Sequence[Tensor | None], version
     return None
 
 
+class _ByHand(threading.local):
+    """Whether this thread calls a pack hook by hand: a hook that watches for operators must know there is none."""
+
+    packing = False
+
+
+by_hand = _ByHand()
+
+
 class _Hooked:
     """A tensor in the care of saved-tensor hooks, and what they do not keep: its place in autograd's graph."""
 
@@ -257,7 +263,11 @@ class _Hooked:
         dense = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
         self._stride = tensor.stride() if dense else None
         # Called by hand, not by autograd: what the hook raises, a stop above all, comes out as it is.
-        self._packed = pack(tensor)
+        by_hand.packing = True
+        try:
+            self._packed = pack(tensor)
+        finally:
+            by_hand.packing = False
 
     def get(self) -> Tensor:
         tensor = self._unpack(self._packed)
@@ -279,6 +289,3 @@ def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
         return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     except RuntimeError:  # an expanded tensor has places that share memory
         return tensor
-
-
-HAND_PACKED.add(_Hooked.__init__.__code__)

@@ -10,7 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -169,9 +169,7 @@ class PlaceInGraph:
 
     def _save_in_a_node(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         values = self._values
-        if (
-            tensor.is_nested
-        ):  # not for autograd Functions: give up its place, a leaf that needs grad is enough to replay
+        if tensor.is_nested:  # autograd Functions refuse it: without its place, a leaf that needs grad must do
             return lambda: values.pop().detach().requires_grad_()
         # Dispatch modes shall not see the node being made.
         with torch.enable_grad(), torch._C._DisableTorchDispatch():
@@ -192,15 +190,6 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
     except RuntimeError:  # a sparse tensor, a wrapper around others
         return False
-
-
-# The code that calls pack hooks by hand: what it packs has been written long ago.
-HAND_PACKED: set[CodeType] = set()
-
-
-def is_hand_packed(depth: int) -> bool:
-    """Whether the pack hook `depth` calls up the stack was called by us rather than by autograd."""
-    return sys._getframe(depth + 1).f_code in HAND_PACKED
 
 
 def pop_hooks_of(pack: object) -> None:

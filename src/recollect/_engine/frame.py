@@ -250,11 +250,11 @@ def run_region(
         tensor = replay.tensors[slot]
         if tensor is None:
             error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
-            raise error(frame.region(), slot, describe_difference(frame, replay, stopped=True))
+            raise error(frame.region(), slot, describe_difference(frame, replay))
         replay.tensors[slot] = None
         version = version_of(tensor)
         if version and version != replay.versions.get(slot, 0):
-            details = describe_difference(frame, replay, stopped=True)
+            details = describe_difference(frame, replay)
             raise _errors.saved_tensor_changed(frame.region(), slot, tensor, current_node(), details)
         return tensor
 

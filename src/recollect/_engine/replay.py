@@ -39,10 +39,9 @@ from torch import (
 from recollect import _errors
 from recollect._ambient import Undo, restore, undo_all
 from recollect._errors import Signature
-from recollect._inputs import Arguments
+from recollect._inputs import Arguments, by_hand
 from recollect._torch import (
     current_group,
-    is_hand_packed,
     may_be_unfilled,
     pop_hooks_of,
     push_hooks,
@@ -80,16 +79,15 @@ class Stop(BaseException):
 
 
 class Replay:
-    """What one replay of a frame recovered, for one pass. An entry is None once handed over, or if its slot was "
-    "dead.
-    """
+    """What one replay recovered, for one pass. A tensor is None once handed over, and where its slot was dead."""
 
-    __slots__ = ("grouped", "tensors", "trace", "versions")
+    __slots__ = ("grouped", "stopped", "tensors", "trace", "versions")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor | None] = []
         self.versions: dict[int, int] = {}  # of each tensor when it was saved, where it was not 0
         self.trace: OperatorTrace | None = None
+        self.stopped = False  # before the function had come to its end
         self.grouped = False  # for the pass of a group rather than of one backward
 
 
@@ -148,7 +146,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
                 raise stop
 
     def is_unfilled(index: int) -> bool:
-        if is_hand_packed(3):  # called by end_if_complete, called by pack
+        if by_hand.packing:  # the inputs of an inner region, written long ago
             return False
         if unfilled == index:  # nothing after it can tell; it is looked at more closely only if it alone is asked for
             return only is not None
@@ -182,20 +180,21 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         if found != signatures[: len(found)]:
             pairs = enumerate(zip(signatures, found, strict=False))
             mismatches = [(i, then, now) for i, (then, now) in pairs if now is not None and now != then]
+    replay.stopped = state == _COMPLETE
     ended = state == _RUNNING  # by itself, before the last slot or because early stop is off
     fewer = ended and (count <= last or (finished and count < known))
     more = ended and finished and count > known
     if fewer or more or mismatches:
-        details = describe_difference(frame, replay, stopped=not ended)
+        details = describe_difference(frame, replay)
         raise _errors.different_replay(frame.region(), known, count if fewer or more else known, mismatches, details)
     return replay
 
 
-def describe_difference(frame: Frame, replay: Replay, *, stopped: bool) -> str:
+def describe_difference(frame: Frame, replay: Replay) -> str:
     """What `debug=True` adds to an error: the operators of both passes and where they part."""
     if frame.trace is None or replay.trace is None:
         return ""
-    return first_difference(frame.trace.operators, replay.trace.operators, stopped=stopped)
+    return first_difference(frame.trace.operators, replay.trace.operators, stopped=replay.stopped)
 
 
 def _identity(packed: Tensor) -> Tensor:
