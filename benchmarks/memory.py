@@ -19,14 +19,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as stock
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from peers import describe_machine, print_table, torch_remat_checkpoint
-from recollect import dropin
+from peers import checkpoints, describe_machine, print_table
 
 Checkpoint = Callable[..., Any]
 Program = Callable[[Checkpoint], Callable[[], Tensor]]
@@ -183,15 +181,7 @@ def plainly(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def contestants() -> dict[str, Checkpoint]:
-    found: dict[str, Checkpoint] = {
-        "plain": plainly,
-        "stock": partial(stock.checkpoint, use_reentrant=False),
-        "recollect": partial(dropin.checkpoint, use_reentrant=False),
-    }
-    remat = torch_remat_checkpoint()
-    if remat is not None:
-        found["torch_remat"] = remat
-    return found
+    return {"plain": plainly, **checkpoints()}
 
 
 def measure(program: Program, checkpoint: Checkpoint) -> int | None:

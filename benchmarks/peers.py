@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint as stock
+
+from recollect import dropin
 
 
 def torch_remat_checkpoint() -> Callable[..., Any] | None:
@@ -21,6 +25,18 @@ def torch_remat_checkpoint() -> Callable[..., Any] | None:
         return torch_remat.checkpoint()(function)(*args)
 
     return call
+
+
+def checkpoints() -> dict[str, Callable[..., Any]]:
+    """Non-reentrant checkpointing of each peer that is there, all called like (function, *args)."""
+    found: dict[str, Callable[..., Any]] = {
+        "stock": partial(stock.checkpoint, use_reentrant=False),
+        "recollect": partial(dropin.checkpoint, use_reentrant=False),
+    }
+    remat = torch_remat_checkpoint()
+    if remat is not None:
+        found["torch_remat"] = remat
+    return found
 
 
 def version_of(package: str) -> str:

@@ -32,25 +32,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.utils.checkpoint as stock
 
-from peers import describe_machine, print_table, torch_remat_checkpoint
-from recollect import dropin
+from peers import checkpoints, describe_machine, print_table
 
 WORK = "the work itself"
 Function = Callable[[torch.Tensor], torch.Tensor]
 Checkpoint = Callable[..., Any]
-
-
-def contestants() -> dict[str, Checkpoint]:
-    found: dict[str, Checkpoint] = {
-        "stock": partial(stock.checkpoint, use_reentrant=False),
-        "recollect": partial(dropin.checkpoint, use_reentrant=False),
-    }
-    remat = torch_remat_checkpoint()
-    if remat is not None:
-        found["torch_remat"] = remat
-    return found
 
 
 # --- The three questions ---
@@ -162,12 +149,12 @@ def beyond_the_work(
 ) -> Costs:
     """Microseconds per unit (a saved tensor, a region of `per_unit` saved tensors) that exceed the work itself."""
     steps: dict[Key, Callable[[], float]] = {(WORK, n): partial(run_work, n * per_unit) for n in sizes}
-    for name, checkpoint in contestants().items():
+    for name, checkpoint in checkpoints().items():
         for n in sizes:
             steps[name, n] = partial(run_step, shape(checkpoint, n))
     contest = Contest(steps)
     times = contest.run(rounds)
-    costs: Costs = {name: {} for name in contestants()}
+    costs: Costs = {name: {} for name in checkpoints()}
     for name, cost in costs.items():
         for n in sizes:
             cost[n] = contest.failed.get((name, n)) or [
@@ -178,10 +165,10 @@ def beyond_the_work(
 
 def per_call(depths: tuple[int, ...], rounds: int) -> tuple[Costs, dict[int, int]]:
     """Microseconds per executed call of the nested function, and recollect's number of those calls."""
-    nests = {(name, depth): Nest(call, depth) for name, call in contestants().items() for depth in depths}
+    nests = {(name, depth): Nest(call, depth) for name, call in checkpoints().items() for depth in depths}
     contest = Contest({key: partial(run_step, nest) for key, nest in nests.items()})
     times = contest.run(rounds)
-    costs: Costs = {name: {} for name in contestants()}
+    costs: Costs = {name: {} for name in checkpoints()}
     calls: dict[int, int] = {}
     for (name, depth), nest in nests.items():
         if (name, depth) in contest.failed:
