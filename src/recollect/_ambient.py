@@ -56,11 +56,7 @@ def capture(tensors: Sequence[Tensor], *, preserve_rng_state: bool) -> list[Part
     devices = _devices_of(tensors)
     device_type = _type_of(devices)
     module = accelerator_module(device_type)
-    parts: list[Part] = [
-        _TORCH_FUNCTIONS_ON if torch_function_enabled() else TorchFunctions(torch_function_state()),
-        Autocast(device_type),
-        DefaultDevice(default_device()) if function_mode_count() else _NO_DEFAULT_DEVICE,
-    ]
+    parts: list[Part] = [Modes(device_type)]
     if module is not None and is_initialised(module) and torch.accelerator.is_available():
         parts.append(Place(torch.accelerator.current_stream()))
     if preserve_rng_state:
@@ -172,36 +168,77 @@ def _set_state(module: Any, index: int, state: Tensor) -> None:
         module.set_rng_state(state, index)
 
 
-# --- Autocast ---
+# --- Modes ---
+
+
+class Modes:
+    """Whether torch functions are asked, autocast, and the default device: three parts that share one look.
+
+    They are almost always as they were. So they are read together, compared at once, and taken apart only where
+    something differs.
+    """
+
+    __slots__ = ("_parts", "_seen", "_types")
+
+    def __init__(self, device_type: str) -> None:
+        self._types = types = _autocast_types(device_type)
+        self._seen = seen = _look(types)
+        self._parts: list[Part] | None = None if seen[:2] == _USUAL else self._taken_apart()
+
+    def _taken_apart(self) -> list[Part]:
+        usual = self._seen[:2] == _USUAL
+        return [
+            TorchFunctions(TORCH_FUNCTION_ENABLED if usual else torch_function_state()),
+            Autocast(self._types, self._seen[2:]),
+            DefaultDevice(None if usual else default_device()),
+        ]
+
+    def restore(self) -> Undo | None:
+        # A default device is a torch-function mode: where there are any, their number does not tell.
+        if self._parts is None and _look(self._types) == self._seen:
+            return None
+        undo: list[Undo] = []
+        restore(self._parts or self._taken_apart(), undo)
+        return partial(undo_all, undo)
+
+
+def _look(types: tuple[str, ...]) -> tuple[Any, ...]:
+    seen = (
+        torch_function_enabled(),
+        function_mode_count(),
+        is_autocast_cache_enabled(),
+        is_autocast_enabled("cpu"),
+        get_autocast_dtype("cpu"),
+    )
+    if len(types) > 1:
+        return (*seen, is_autocast_enabled(types[1]), get_autocast_dtype(types[1]))
+    return seen
+
+
+_USUAL = (True, 0)  # torch functions are asked, and no mode could be a default device
 
 
 class Autocast:
-    """Autocast for one accelerator type and for the CPU: on or off, dtype, and whether casts are cached.
+    """Autocast for the CPU and one accelerator type: whether casts are cached, and for each on or off and its dtype.
 
     The dtype and the cache flag count also where autocast is off: a region that switches it on takes them from
     around it.
     """
 
-    __slots__ = ("_cache", "_dtypes", "_enabled", "_types")
+    __slots__ = ("_seen", "_types")
 
-    def __init__(self, device_type: str) -> None:
-        self._types = _autocast_types(device_type)
-        self._enabled = list(map(is_autocast_enabled, self._types))
-        self._dtypes = list(map(get_autocast_dtype, self._types))
-        self._cache = is_autocast_cache_enabled()
+    def __init__(self, types: tuple[str, ...], seen: tuple[Any, ...]) -> None:
+        self._types = types
+        self._seen = seen
 
     def restore(self) -> Undo | None:
-        if (
-            self._enabled == list(map(is_autocast_enabled, self._types))
-            and self._dtypes == list(map(get_autocast_dtype, self._types))
-            and self._cache == is_autocast_cache_enabled()
-        ):
+        if _look(self._types)[2:] == self._seen:
             return None
-        states = zip(self._types, self._enabled, self._dtypes, strict=True)
+        cache, *each = self._seen
         return _enter(
             [
-                torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=self._cache)
-                for kind, enabled, dtype in states
+                torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache)
+                for kind, enabled, dtype in zip(self._types, each[::2], each[1::2], strict=True)
             ]
         )
 
@@ -219,9 +256,6 @@ def _enter(contexts: Sequence[Any]) -> Undo:
         return stack.pop_all().close
 
 
-# --- The default device ---
-
-
 class DefaultDevice:
     """`torch.device(...)` as a context around the forward, or `torch.set_default_device`. None: neither."""
 
@@ -234,12 +268,6 @@ class DefaultDevice:
         if default_device() == self._device:
             return None
         return _enter([self._device or torch.device("cpu")])
-
-
-_NO_DEFAULT_DEVICE = DefaultDevice(None)
-
-
-# --- Torch functions ---
 
 
 class TorchFunctions:
@@ -260,20 +288,6 @@ class TorchFunctions:
             return None
         set_torch_function_state(self._state)
         return partial(set_torch_function_state, now)
-
-
-class TorchFunctionsOn:
-    """The usual state: asked."""
-
-    __slots__ = ()
-
-    def restore(self) -> Undo | None:
-        if torch_function_enabled():
-            return None
-        return TorchFunctions(TORCH_FUNCTION_ENABLED).restore()
-
-
-_TORCH_FUNCTIONS_ON = TorchFunctionsOn()
 
 
 # --- Where an accelerator works ---

@@ -50,7 +50,6 @@ from recollect._torch import (
     pop_hooks_of,
     push_hooks,
     top_hooks,
-    version_of,
 )
 from recollect._verify import OperatorTrace, signature, traces_start_here
 
@@ -235,10 +234,15 @@ def run_region(
     frame = Frame(function, inputs, ambient, options, contexts[1] if contexts is not None else None)
     signatures, slots, replays = frame.signatures, frame.slots, frame.replays
 
+    last: Any = None
+
     def pack(tensor: Tensor) -> Slot:
+        nonlocal last
         now = signature(tensor)
         # Equal neighbours share one signature: less for the garbage collector to look at.
-        signatures.append(signatures[-1] if signatures and signatures[-1] == now else now)
+        if now != last:
+            last = now
+        signatures.append(last)
         slot = Slot(len(slots))
         slots.append(slot)
         return slot
@@ -247,12 +251,16 @@ def run_region(
         replay = replays.get(graph_task_id())
         if replay is None or len(replay.tensors) <= slot:
             replay = frame.replay_for(slot)
-        tensor = replay.tensors[slot]
+        tensors = replay.tensors
+        tensor = tensors[slot]
         if tensor is None:
             error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
             raise error(frame.region(), slot, describe_difference(frame, replay))
-        replay.tensors[slot] = None
-        version = version_of(tensor)
+        tensors[slot] = None
+        try:
+            version = tensor._version
+        except RuntimeError:
+            version = 0
         if version and version != replay.versions.get(slot, 0):
             details = describe_difference(frame, replay)
             raise _errors.saved_tensor_changed(frame.region(), slot, tensor, current_node(), details)

@@ -49,7 +49,6 @@ from recollect._torch import (
     sequence_number,
     set_current_group,
     set_grad_enabled,
-    version_of,
 )
 from recollect._verify import OperatorTrace, first_difference, signatures_of, traces_start_here
 
@@ -125,9 +124,11 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             if state == _RUNNING and may_be_unfilled(tensor):
                 unfilled, operator = index, sequence_number()
         if index <= last:
-            version = version_of(kept)
-            if version:
-                versions[index] = version
+            try:
+                if kept._version:
+                    versions[index] = kept._version
+            except RuntimeError:
+                pass
             tensors.append(kept if alive[index] else None)
             if index < last:
                 return kept
