@@ -42,6 +42,8 @@ from recollect._torch import (
 Undo = Callable[[], object]
 
 _cpu_generator = torch.default_generator
+get_cpu_state: Callable[[], Tensor] = _cpu_generator.get_state
+set_cpu_state: Callable[[Tensor], object] = _cpu_generator.set_state
 
 
 class Part(Protocol):
@@ -113,24 +115,24 @@ class CpuGenerator:
 class Generators:
     """Those of one accelerator type: of the arguments' devices, else of the current device."""
 
-    __slots__ = ("_ids", "_late", "_module", "_states", "_type")
+    __slots__ = ("_late", "_states", "_type", "ids", "module")
 
     def __init__(self, device_type: str, module: Any, devices: Sequence[torch.device]) -> None:
         self._type = device_type
-        self._module = module
+        self.module = module
         self._late = not is_initialised(module)
-        self._ids: list[int] = []
+        self.ids: list[int] = []
         if not self._late:
             ids = dict.fromkeys(_index_of(device) for device in devices if device.type == device_type)
-            self._ids = list(ids) or [_current_index(module)]
-        self._states = [_get_state(module, index) for index in self._ids]
+            self.ids = list(ids) or [_current_index(module)]
+        self._states = [_get_state(module, index) for index in self.ids]
 
     def check_initialised(self) -> None:
-        if self._late and is_initialised(self._module):
+        if self._late and is_initialised(self.module):
             raise _errors.initialised_in_forward(self._type)
 
     def restore(self) -> Undo:
-        module, ids = self._module, self._ids
+        module, ids = self.module, self.ids
         around = [_get_state(module, index) for index in ids]
 
         def undo() -> None:
@@ -166,6 +168,47 @@ def _set_state(module: Any, index: int, state: Tensor) -> None:
         module.set_rng_state(state)
     else:
         module.set_rng_state(state, index)
+
+
+class RandomState:
+    """Where generators stand at one moment within a region, to be put there again."""
+
+    __slots__ = ("_states",)
+
+    def __init__(self, states: list[tuple[Callable[[Tensor], object], Tensor]]) -> None:
+        self._states = states
+
+    @classmethod
+    def now(cls, tensors: Sequence[Tensor]) -> RandomState:
+        """Of the CPU's generator and of those on the tensors' devices."""
+        states: list[tuple[Callable[[Tensor], object], Tensor]] = [(set_cpu_state, get_cpu_state())]
+        for device in dict.fromkeys(_devices_of(tensors)):
+            module = accelerator_module(device.type)
+            if module is not None:
+                index = _index_of(device)
+                states.append((partial(_set_state_at, module, index), _get_state(module, index)))
+        return cls(states)
+
+    @classmethod
+    def like(cls, parts: Sequence[Part]) -> RandomState:
+        """Of the generators that a region preserves."""
+        states: list[tuple[Callable[[Tensor], object], Tensor]] = []
+        for part in parts:
+            if type(part) is CpuGenerator:
+                states.append((set_cpu_state, get_cpu_state()))
+            elif type(part) is Generators:
+                states += [
+                    (partial(_set_state_at, part.module, index), _get_state(part.module, index)) for index in part.ids
+                ]
+        return cls(states)
+
+    def put(self) -> None:
+        for put, state in self._states:
+            put(state)
+
+
+def _set_state_at(module: Any, index: int, state: Tensor) -> None:
+    _set_state(module, index, state)
 
 
 # --- Modes ---

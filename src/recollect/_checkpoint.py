@@ -20,11 +20,13 @@ from recollect import _errors
 from recollect._engine.frame import Options, run_region
 from recollect._engine.reentrant import CheckpointFunction
 from recollect._torch import is_stock_noop_context_fn
+from recollect.policy import Decision, Policy, Question, as_policy
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 ContextFn = Callable[[], Contexts]
+PolicyLike = Policy | Callable[[Any, Question], Decision | None]
 
 DETERMINISM_CHECKS = ("default", "none")
 _DEFAULTS = Options()
@@ -79,16 +81,29 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
 
 
 def _options(
-    determinism_check: str, debug: bool, early_stop: bool, preserve_rng_state: bool, name: str | None
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+    preserve_rng_state: bool,
+    name: str | None,
+    policy: PolicyLike | None,
 ) -> Options:
     if determinism_check not in DETERMINISM_CHECKS:
         raise _errors.not_one_of("determinism_check", determinism_check, DETERMINISM_CHECKS)
-    if determinism_check == "default" and debug is False and early_stop is preserve_rng_state is True and name is None:
+    plain = name is None and policy is None
+    if plain and determinism_check == "default" and debug is False and early_stop is preserve_rng_state is True:
         return _DEFAULTS
     for argument, value in (("debug", debug), ("early_stop", early_stop), ("preserve_rng_state", preserve_rng_state)):
         if not isinstance(value, int):  # bool among them
             raise _errors.not_a_bool(argument, value)
-    return Options(determinism_check, bool(early_stop), bool(debug), bool(preserve_rng_state), name)
+    return Options(
+        determinism_check,
+        bool(early_stop),
+        bool(debug),
+        bool(preserve_rng_state),
+        name,
+        None if policy is None else as_policy(policy),
+    )
 
 
 def _overridden(options: Options) -> Options:
@@ -101,6 +116,7 @@ def _overridden(options: Options) -> Options:
         options.debug if debug is None else debug,
         options.preserve_rng_state,
         options.name,
+        options.policy,
     )
 
 
@@ -160,12 +176,15 @@ def _run_reentrant(
     *,
     context_fn: ContextFn,
     debug: bool,
+    policy: PolicyLike | None,
 ) -> Any:
     if kwargs:
         raise _errors.unexpected_keywords(list(kwargs))
     given = [] if context_fn is noop_context_fn or is_stock_noop_context_fn(context_fn) else ["context_fn"]
     if debug:
         given.append("debug")
+    if policy is not None:
+        given.append("policy")
     if given:
         raise _errors.only_non_reentrant(given)
     result = CheckpointFunction.apply(function, preserve_rng_state, *args)
@@ -198,6 +217,7 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
     preserve_rng_state: bool = True,
+    policy: PolicyLike | None = None,
     **kwargs: Any,
 ) -> R:
     """Call `function` and recompute in backward what autograd would have saved in it.
@@ -212,6 +232,9 @@ def checkpoint(
         debug: Let errors list the operators of the forward and of the replay, and where they part. Slow.
         early_stop: Stop a replay as soon as everything that is still needed has been recovered.
         preserve_rng_state: Let a replay draw the random numbers that the forward drew.
+        policy: What to keep all the same: a policy such as `recollect.save_ops(torch.ops.aten.mm)`,
+            `recollect.by_name({"attn": recollect.Save()})` or `recollect.policies.save_attention`, or a function
+            `(op_or_name, ctx) -> decision`, asked in the forward alone.
         **kwargs: Every other keyword goes to `function`.
 
     Returns:
@@ -225,15 +248,45 @@ def checkpoint(
         >>> torch.equal(x.grad, x.sin().exp() * x.cos())
         True
     """
+    result: R = run(
+        function,
+        args,
+        kwargs,
+        use_reentrant=use_reentrant,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+        preserve_rng_state=preserve_rng_state,
+        policy=policy,
+        stacklevel=3,
+    )
+    return result
+
+
+def run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    use_reentrant: bool | None,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    policy: PolicyLike | None = None,
+    stacklevel: int = 2,
+) -> Any:
+    """`checkpoint` with the function's arguments apart, so that no name is taken from them."""
     if not callable(function):
         raise _errors.not_callable("function", function)
-    result: R
-    if use_reentrant is not False and chosen_variant(use_reentrant, stacklevel=2):
-        result = _run_reentrant(function, args, kwargs, preserve_rng_state, context_fn=context_fn, debug=debug)
-    else:
-        options = _options(determinism_check, debug, early_stop, preserve_rng_state, None)
-        result = _run(function, args, kwargs, options, context_fn)
-    return result
+    if use_reentrant is not False and chosen_variant(use_reentrant, stacklevel=stacklevel):
+        return _run_reentrant(
+            function, args, kwargs, preserve_rng_state, context_fn=context_fn, debug=debug, policy=policy
+        )
+    options = _options(determinism_check, debug, early_stop, preserve_rng_state, None, policy)
+    return _run(function, args, kwargs, options, context_fn)
 
 
 class _Rematted:
@@ -256,7 +309,7 @@ class _Rematted:
         return f"recollect.remat({self.__wrapped__!r})"
 
 
-_OPTION_NAMES = ("determinism_check", "debug", "early_stop", "preserve_rng_state", "context_fn", "name")
+_OPTION_NAMES = ("determinism_check", "debug", "early_stop", "preserve_rng_state", "context_fn", "name", "policy")
 
 
 @overload
@@ -270,6 +323,7 @@ def remat(
     preserve_rng_state: bool = ...,
     context_fn: ContextFn = ...,
     name: str | None = ...,
+    policy: PolicyLike | None = ...,
 ) -> Callable[P, R]: ...
 
 
@@ -282,6 +336,7 @@ def remat(
     preserve_rng_state: bool = ...,
     context_fn: ContextFn = ...,
     name: str | None = ...,
+    policy: PolicyLike | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -295,6 +350,7 @@ def remat(
     preserve_rng_state: bool = True,
     context_fn: ContextFn = noop_context_fn,
     name: str | None = None,
+    policy: PolicyLike | None = None,
     **unknown: Any,
 ) -> Any:
     """Make a function whose every call is a region: `checkpoint` with the options chosen once.
@@ -311,6 +367,7 @@ def remat(
         preserve_rng_state: As for `checkpoint`.
         context_fn: As for `checkpoint`; called once per call.
         name: What messages call the region.
+        policy: As for `checkpoint`.
         **unknown: Refused.
 
     Returns:
@@ -332,7 +389,7 @@ def remat(
         raise TypeError(f"name must be a string, got {_errors.describe_value(name)}")
     if not callable(context_fn):
         raise _errors.not_callable("context_fn", context_fn)
-    options = _options(determinism_check, debug, early_stop, preserve_rng_state, name)
+    options = _options(determinism_check, debug, early_stop, preserve_rng_state, name, policy)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):

@@ -20,6 +20,10 @@ class CheckpointError(RuntimeError):
     """A replay cannot give backward what the forward had: it would have been a guess."""
 
 
+class SavedTensorChangedError(CheckpointError):
+    """A recovered tensor was changed in place by the function itself."""
+
+
 # --- Words ---
 
 
@@ -129,7 +133,7 @@ def input_changed(region: str, what: str, *, by_region: bool) -> CheckpointError
 
 def saved_tensor_changed(region: str, index: int, tensor: Tensor, node: object, details: str) -> CheckpointError:
     operator = f"that {_node_name(node)} saved " if node is not None else ""
-    return CheckpointError(
+    return SavedTensorChangedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"the tensor {operator}({describe_tensor(tensor)}, saved tensor {index} of the checkpointed region {region}). "
         "The function changed it after an operator had saved it. Plain autograd refuses this too. Use the out-of-place "
@@ -206,6 +210,93 @@ def different_outputs(region: str, forward: int, replay: int) -> CheckpointError
 DEBUG_NOTE = (
     "You are seeing this error because you passed `debug=True` to checkpoint (or set_checkpoint_debug_enabled(True))"
 )
+
+
+# --- Selective checkpointing ---
+
+
+def kept_output_changed(operator: str, changed_by: str) -> CheckpointError:
+    who = f"by {changed_by}" if changed_by else "after the region's forward had ended"
+    return CheckpointError(
+        f"the output of {operator} that the policy keeps has been mutated {who}: the replay would be handed "
+        'another value. Use the out-of-place operator, keep a private copy (recollect.Save(on_mutation="copy")), or '
+        f"let the policy recompute {operator}"
+    )
+
+
+def called_more_often(region: str, operator: str, times: int) -> CheckpointError:
+    return CheckpointError(
+        f"{operator}, whose outputs are kept, ran {times} times in the forward of the checkpointed region {region} and "
+        "more often in its replay: the function did not take the same path twice"
+    )
+
+
+def not_kept(operator: str) -> CheckpointError:
+    return CheckpointError(
+        f"{operator} encountered during recomputation but not found in storage: the policy says now that its output "
+        "was kept, and said otherwise in the forward. It is asked in both passes (ctx.is_recompute) and must decide "
+        "alike; one with a counter must count the passes apart"
+    )
+
+
+def kept_in_vain(operator: str) -> CheckpointError:
+    return CheckpointError(
+        f"the output of {operator} was kept in the forward, and the policy says now that it is recomputed. It is "
+        "asked in both passes (ctx.is_recompute) and must decide alike; one with a counter must count the passes apart"
+    )
+
+
+def backward_again(operator: str) -> CheckpointError:
+    return CheckpointError(
+        f"Trying to backward an extra time through a region whose kept output of {operator} was used and freed. The "
+        "contexts of create_selective_checkpoint_contexts serve one backward; recollect.checkpoint(..., policy=...) "
+        "serves several"
+    )
+
+
+def contexts_used_twice() -> RuntimeError:
+    return RuntimeError(
+        "the contexts of create_selective_checkpoint_contexts serve one call of a region, and these were used before. "
+        "Let context_fn make new ones: context_fn=functools.partial(create_selective_checkpoint_contexts, policy)"
+    )
+
+
+def not_an_overload(operator: object, *, is_packet: bool) -> ValueError:
+    more = ". Please update the OpOverloadPacket to a specific OpOverload" if is_packet else ""
+    example = f", for example {operator}.default" if is_packet else ""
+    return ValueError(
+        f"Expected op in `op_list` to be an OpOverload or a higher-order operator, got {describe_value(operator)}"
+        f"{more}{example}"
+    )
+
+
+def operator_hint(value: object) -> str:
+    """What to write instead of `torch.mm`."""
+    name = getattr(value, "__name__", None)
+    return f". (torch.ops.aten.{name}?)" if callable(value) and isinstance(name, str) and name.isidentifier() else ""
+
+
+def other_regions(region: str, path: str) -> CheckpointError:
+    return CheckpointError(
+        f"the replay of the checkpointed region {region} did not come by the named region {path!r} as the forward did: "
+        "the function did not take the same path twice"
+    )
+
+
+def kept_saved_tensor_changed(region: str, path: str) -> CheckpointError:
+    return CheckpointError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
+        f"autograd saved in the kept region {path!r} of {region}. Plain autograd refuses this too. Use the "
+        "out-of-place operator, or change a clone"
+    )
+
+
+@functools.cache
+def served_from_memory(path: str) -> str:
+    return (
+        f"backward inside a checkpointed function through the named region {path!r}: its replay was handed the "
+        "kept output of that region, which has no history. Let the policy recompute the region"
+    )
 
 
 # --- The reentrant variant ---

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import Enum
 from operator import attrgetter
 from typing import Any
 
@@ -84,7 +85,28 @@ def find_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Te
     return tensors, flat
 
 
-def rebuild(value: Any, leaf: type, replace: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
+def is_transparent(value: Any, seen: set[int] | None = None) -> bool:
+    """Whether everything in `value` is a tensor, a plain value, or a container that `rebuild` makes anew."""
+    kind = type(value)
+    if kind in _ATOMS or isinstance(value, (Tensor, type, Enum)):
+        return True
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return True
+    seen.add(id(value))
+    if kind is dict or kind is OrderedDict:
+        return all(is_transparent(part, seen) for part in (*value.keys(), *value.values()))
+    if kind in (list, deque, tuple) or _is_named_tuple(value):
+        return all(is_transparent(part, seen) for part in value)
+    if dataclasses.is_dataclass(value):
+        names = {field.name for field in dataclasses.fields(value)}
+        return set(getattr(value, "__dict__", names)) <= names and all(
+            is_transparent(getattr(value, name), seen) for name in names if hasattr(value, name)
+        )
+    return False
+
+
+def rebuild(value: Any, leaf: Any, replace: Callable[[Any], Any], made: dict[int, Any] | None = None) -> Any:
     """`value` with every `leaf` in it replaced. Lists and dicts are new, and one that stood in two places still does.
 
     Objects of other kinds stay what they are, unless they are a named tuple or a dataclass with something new inside.
@@ -118,7 +140,7 @@ def _is_named_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_make") and hasattr(value, "_fields")
 
 
-def _rebuild_dataclass(value: Any, leaf: type, replace: Callable[[Any], Any], made: dict[int, Any]) -> Any:
+def _rebuild_dataclass(value: Any, leaf: Any, replace: Callable[[Any], Any], made: dict[int, Any]) -> Any:
     twin = made[id(value)] = copy.copy(value)
     changed = False
     for field in dataclasses.fields(value):

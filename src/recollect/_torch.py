@@ -129,9 +129,10 @@ def nested_sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
     A jagged shape names its ragged dimension by a number that is new for every construction: a tensor that was built
     anew in a replay does not fit the graph of the forward, and shows here.
     """
-    if tensor.layout == torch.jagged:
+    if type(tensor) is not torch.Tensor:
         return tuple(tensor.shape)
-    return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
+    with torch._C._DisableTorchDispatch():  # dispatch modes shall see the user's operators only
+        return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
 
 
 def is_stock_noop_context_fn(function: object) -> bool:
@@ -283,3 +284,228 @@ def level_of_user_code() -> int:
     while frame.f_back is not None and is_library_file(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """A number that tensors over the same memory share; a tensor without any gets one of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # a sparse tensor, a wrapper around others
+        return id(tensor)
+
+
+# --- Operators ---
+
+
+class OperatorMode(TorchDispatchMode):
+    """A dispatch mode that higher-order operators reach too, and that costs no more than it has to.
+
+    Torch wraps a mode's handler so that the compiler does not look into it, which doubles its price, unless the class
+    says that it does not want that (2.13; 2.11 has neither).
+    """
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+_ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
+_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_set_excluded: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+
+def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor.detach()` inside a dispatch mode, with a version counter that the two share.
+
+    There the dispatch key that shares it is switched off, and a change in place would go unnoticed.
+    """
+    if not _is_excluded(_ADINPLACE):
+        return tensor.detach()
+    _set_excluded(_ADINPLACE, False)
+    try:
+        return tensor.detach()
+    finally:
+        _set_excluded(_ADINPLACE, True)
+
+
+def as_inner_result(value: torch.Tensor, history: list[torch.Tensor], message: str) -> torch.Tensor:
+    """The same memory as the result of an operator on `history`; a backward through it raises `message`.
+
+    `DelayedError` is what `once_differentiable` is made of.
+    """
+    if type(value) is not torch.Tensor:  # it would lose its type
+        return value.detach().requires_grad_().clone()
+    sources = [tensor for tensor in history if tensor.requires_grad]
+    if not sources:
+        result: torch.Tensor = torch._C._functions.DelayedError(message, 1)(value.detach().requires_grad_())
+        return result
+    results: tuple[torch.Tensor, ...]
+    results = torch._C._functions.DelayedError(message, 1 + len(sources))(value, *sources)
+    return results[0]
+
+
+def graph_is_kept() -> bool:
+    """Whether the running backward retains the graph; True outside of any."""
+    return graph_task_id() < 0 or bool(_autograd._get_current_graph_task_keep_graph())
+
+
+def is_operator(value: object) -> bool:
+    """Whether a dispatch mode could be handed it."""
+    return isinstance(value, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+
+
+def is_packet(value: object) -> bool:
+    """Whether it stands for all overloads of an operator."""
+    return isinstance(value, torch._ops.OpOverloadPacket)
+
+
+def overloads_of(value: Any) -> list[Any]:
+    """The operators that a user means: itself, or all overloads of a packet; empty if it is neither."""
+    if is_operator(value):
+        return [value]
+    if is_packet(value):
+        return [getattr(value, name) for name in value.overloads()]
+    return []
+
+
+def wait_for(arguments: Iterable[Any]) -> None:
+    """Wait for the collectives among an operator's arguments, where the operator is not run that would have."""
+    for value in arguments:
+        wait = getattr(value, "trigger_wait", None)  # of AsyncCollectiveTensor
+        if wait is not None:
+            wait()
+
+
+def packet_of(operator: Any) -> Any:
+    """The packet of an overload; a higher-order operator stands for itself."""
+    return getattr(operator, "overloadpacket", operator)
+
+
+def find_operators(names: Iterable[str]) -> list[Any]:
+    """The operators "namespace.name" that exist; "namespace.*" means those that are registered for it."""
+    found = []
+    for name in names:
+        space, _, packet = name.partition(".")
+        if packet == "*":
+            schemas = torch._C._jit_get_all_schemas()
+            packets = sorted({schema.name.split("::")[1] for schema in schemas if schema.name.startswith(f"{space}::")})
+        else:
+            packets = [packet]
+        for one in packets:
+            found += overloads_of(getattr(getattr(torch.ops, space), one, None))
+    return found
+
+
+def operator_name(operator: Any) -> str:
+    """`aten.mm`, without the overload."""
+    return str(getattr(operator, "overloadpacket", operator)).removeprefix("higher_order.")
+
+
+def is_pointwise(operator: Any) -> bool:
+    """Whether an operator works element by element or only moves data."""
+    return torch.Tag.pointwise in getattr(operator, "tags", ()) or operator in _MOVES
+
+
+_MOVES = frozenset(find_operators(("aten._to_copy", "aten.clone", "aten.copy", "aten.lift_fresh_copy")))
+
+
+def makes_from_nothing(operator: Any) -> bool:
+    """Whether an operator fills memory without computing anything from a tensor: `zeros`, `new_empty`, `rand_like`."""
+    name = operator_name(operator).rpartition(".")[2]
+    if name.startswith("new_") or name.endswith("_like"):
+        return True
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and not any("Tensor" in str(argument.type) for argument in schema.arguments)
+
+
+def changes_arguments(operator: Any) -> bool:
+    """Whether an operator writes to a tensor that it is given."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def only_reshapes(operator: Any) -> bool:
+    """Whether an operator changes the shape of its argument in place, and not its values."""
+    return torch.Tag.inplace_view in getattr(operator, "tags", ())
+
+
+def written_arguments(operator: Any) -> list[tuple[int, str]]:
+    """Positions and names of the arguments that an operator writes to."""
+    schema = getattr(operator, "_schema", None)
+    return [
+        (position, argument.name)
+        for position, argument in enumerate(schema.arguments if schema is not None else ())
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def gives_views(operator: Any) -> bool:
+    """Whether an operator's result is a view of its argument."""
+    schema = getattr(operator, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
+def decides_nothing_new(operator: Any) -> bool:
+    """Whether keeping an operator's output keeps memory that belongs to its arguments."""
+    return gives_views(operator) or changes_arguments(operator)
+
+
+def may_draw(operator: Any) -> bool:
+    """Whether an operator may draw random numbers; of a custom one, which need not say, that is assumed."""
+    tags = getattr(operator, "tags", None)
+    if tags is None:  # a higher-order operator, which runs others
+        return True
+    return torch.Tag.nondeterministic_seeded in tags or getattr(operator, "namespace", "") not in _TAGGED
+
+
+_TAGGED = ("aten", "prim", "prims", "_c10d_functional", "mkldnn", "quantized")
+
+
+def dropout_argument(operator: Any) -> tuple[int, str] | None:
+    """Position and name of the argument that, being 0, switches an operator's random numbers off."""
+    schema = getattr(operator, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name == "dropout_p":
+            return position, argument.name
+    return None
+
+
+# Operators that only read metadata, and detach: they say nothing about a computation, and their number differs between
+# a forward and its replay.
+METADATA_OPERATORS = frozenset(
+    find_operators(
+        (
+            "aten.detach",
+            "prim.device",
+            "prim.layout",
+            "aten.dim",
+            "aten.is_contiguous",
+            "aten.is_strides_like_format",
+            "aten.is_non_overlapping_and_dense",
+            "aten.numel",
+            "aten.size",
+            "aten.storage_offset",
+            "aten.stride",
+            "aten.sym_is_contiguous",
+            "aten.sym_numel",
+            "aten.sym_size",
+            "aten.sym_storage_offset",
+            "aten.sym_stride",
+        )
+    )
+)
+# Their result is over the memory of their argument, and neither their schema nor the version counter says so.
+SHARES_UNSAID = frozenset(
+    find_operators(
+        (
+            "aten._unsafe_view",
+            "aten.unsafe_split",
+            "aten.unsafe_split_with_sizes",
+            "aten.unsafe_chunk",
+            "_c10d_functional.wait_tensor",
+        )
+    )
+)
+CAST = torch.ops.aten._to_copy.default

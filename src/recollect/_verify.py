@@ -81,28 +81,28 @@ class OperatorTrace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[Operator] = []
-        self._paused = False
+        self.paused = False
 
     def without(self, hook: Callable[[Tensor], R]) -> Callable[[Tensor], R]:
         """`hook`, with its operators left out of the trace."""
 
         def hidden(tensor: Tensor) -> R:
-            self._paused = True
+            before, self.paused = self.paused, True
             try:
                 return hook(tensor)
             finally:
-                self._paused = False
+                self.paused = before
 
         return hidden
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._paused:
+        if self.paused:
             return func(*args, **(kwargs or {}))
         # Noted before it runs, so that an operator that fails or that a stop cuts off is there too.
         place = len(self.operators)
-        module, lines = _user_code(sys._getframe(1))
+        module, lines = user_code(sys._getframe(1))
         self.operators.append(Operator(str(func), ("did not finish",), module, lines))
         result = func(*args, **(kwargs or {}))
         self.operators[place] = self.operators[place]._replace(results=_summarise(result))
@@ -123,7 +123,7 @@ def traces_start_here(function: F) -> F:
     return function
 
 
-def _user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
+def user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
     """The module path and the lines of user code that `frame` was called from, outermost first."""
     lines: list[str] = []
     modules: list[torch.nn.Module] = []

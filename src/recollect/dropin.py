@@ -23,17 +23,31 @@ from recollect._checkpoint import (
 )
 from recollect._engine.groups import GraphExecGroup
 from recollect._engine.reentrant import CheckpointFunction, check_backward_validity, detach_variable
+from recollect._engine.selective import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    create_selective_checkpoint_contexts,
+)
 from recollect._errors import CheckpointError
 
 __all__ = [
+    "SAC_IGNORED_OPS",
     "CheckpointError",
     "CheckpointFunction",
+    "CheckpointPolicy",
     "DefaultDeviceType",
     "GraphExecGroup",
+    "SelectiveCheckpointContext",
+    "_CachedTorchDispatchMode",
+    "_CachingTorchDispatchMode",
     "_infer_device_type",
     "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
+    "create_selective_checkpoint_contexts",
     "detach_variable",
     "get_device_states",
     "noop_context_fn",
@@ -51,6 +65,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
+    preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> Any:
     """`recollect.checkpoint` with PyTorch's default for `use_reentrant`: None, which warns and means True.
@@ -63,15 +78,17 @@ def checkpoint(
         >>> torch.equal(x.grad, x.cos())
         True
     """
-    return _checkpoint.checkpoint(
+    return _checkpoint.run(
         function,
-        *args,
-        use_reentrant=use_reentrant if use_reentrant is not None else chosen_variant(None, stacklevel=2),
+        args,
+        kwargs,
+        use_reentrant=use_reentrant,
         context_fn=context_fn,
         determinism_check=determinism_check,
         debug=debug,
         early_stop=early_stop,
-        **kwargs,
+        preserve_rng_state=preserve_rng_state,
+        stacklevel=3,
     )
 
 
@@ -132,7 +149,7 @@ def checkpoint_sequential(
     value, size = input, len(chain) // segments
     for start in range(0, size * (segments - 1), size):
         piece = _Piece(chain[start : start + size])
-        value = _checkpoint.checkpoint(piece, value, use_reentrant=reentrant, preserve_rng_state=preserve_rng_state)
+        value = _checkpoint.run(piece, (value,), {}, use_reentrant=reentrant, preserve_rng_state=preserve_rng_state)
     return _Piece(chain[size * (segments - 1) :])(value)
 
 

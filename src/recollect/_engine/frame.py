@@ -39,10 +39,14 @@ from typing import Any
 from torch import Tensor
 
 from recollect import _ambient, _errors
-from recollect._engine.replay import Replay, Slot, describe_difference, or_nothing, run_replay
+from recollect._engine.replay import Replay, describe_difference, or_nothing, run_replay
+from recollect._engine.scope import Scope, Watch, here
+from recollect._engine.selective import forward_mode, tell_if_useless
 from recollect._errors import Signature
 from recollect._inputs import Inputs, find_tensors
+from recollect._stores import Slot
 from recollect._torch import (
+    Hooks,
     at_end_of_pass,
     current_group,
     current_node,
@@ -52,6 +56,7 @@ from recollect._torch import (
     top_hooks,
 )
 from recollect._verify import OperatorTrace, signature, traces_start_here
+from recollect.policy import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class Options:
     debug: bool = False
     preserve_rng_state: bool = True
     name: str | None = None
+    policy: Policy | None = None
 
 
 # Seconds. Long, because two replays at once share the random generators: it is to end a deadlock, not to save time.
@@ -76,14 +82,22 @@ class Frame:
         "__weakref__",
         "_lock",
         "ambient",
+        "around",
+        "differentiated",
+        "end",
         "finished",
         "function",
         "inputs",
+        "journal",
+        "kept_outputs",
+        "kept_regions",
         "options",
+        "path",
         "replay_context",
         "replays",
         "signatures",
         "slots",
+        "start",
         "trace",
     )
 
@@ -94,6 +108,9 @@ class Frame:
         ambient: Sequence[_ambient.Part],
         options: Options,
         replay_context: contextlib.AbstractContextManager[Any] | None,
+        around: Hooks | None,
+        scope: Scope | None,
+        path: str,
     ) -> None:
         self.function = function
         self.inputs = inputs
@@ -106,6 +123,15 @@ class Frame:
         self.trace = OperatorTrace() if options.debug else None
         self.replays: dict[object, Replay] = {}
         self._lock = RLock()
+        self.around = around  # the saved-tensor hooks around the region
+        self.path = path  # of the named regions around the function, where its policy was handed down to it
+        self.kept_outputs: dict[Any, list[Any]] | None = None  # of operators, by selective.py
+        self.kept_regions: dict[int, Any] | None = None  # named ones, by named.py
+        # Where this region's decisions stand: see scope.py.
+        self.journal: list[Any] = [] if scope is None else scope.journal
+        self.start: int = 0 if scope is None else scope.position
+        self.end = self.start
+        self.differentiated = False  # whether a backward inside the function came by
 
     def region(self) -> str:
         """How messages name it."""
@@ -114,6 +140,7 @@ class Frame:
     def replay_for(self, slot: Slot) -> Replay:
         """The replay of the running pass: run now, unless another thread of this backward was faster."""
         task = graph_task_id()
+        self.differentiated |= not self.finished
         # A backward inside the function may need the very thread that waits here: after a while, replay beside it.
         locked = self._lock.acquire(timeout=_PATIENCE)
         try:
@@ -226,12 +253,16 @@ def run_region(
     kwargs: dict[str, Any],
     options: Options,
     contexts: tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]] | None = None,
+    path: str = "",
+    watch: Watch | None = None,
 ) -> Any:
     """Call `function` as a region: what autograd saves in it becomes slots of a new frame."""
     tensors, flat = find_tensors(args, kwargs)
     ambient = _ambient.capture(tensors, preserve_rng_state=options.preserve_rng_state)
-    inputs = Inputs(args, kwargs, tensors, flat, top_hooks())
-    frame = Frame(function, inputs, ambient, options, contexts[1] if contexts is not None else None)
+    hooks = top_hooks()
+    inputs = Inputs(args, kwargs, tensors, flat, hooks)
+    outer = here.scope
+    frame = Frame(function, inputs, ambient, options, contexts[1] if contexts is not None else None, hooks, outer, path)
     signatures, slots, replays = frame.signatures, frame.slots, frame.replays
 
     last: Any = None
@@ -266,38 +297,65 @@ def run_region(
             raise _errors.saved_tensor_changed(frame.region(), slot, tensor, current_node(), details)
         return tensor
 
+    scope = Scope(frame, pack, slots.__len__, outer, watch=watch)
+    hook: Callable[[Tensor], Slot] = pack
+    if scope.watch is not None:
+        hook = scope.pack = _watched(pack, scope.watch)
     try:
-        push_hooks(pack, unpack)
-        if contexts is None and frame.trace is None:
+        here.scope = scope
+        push_hooks(hook, unpack)
+        if contexts is None and frame.trace is None and options.policy is None:
             result = function(*args, **kwargs)
         else:
-            result = _call_in_contexts(frame, args, kwargs, contexts[0] if contexts is not None else None)
+            result = _call_in_contexts(scope, args, kwargs, contexts[0] if contexts is not None else None)
     finally:
-        pop_hooks_of(pack)
+        pop_hooks_of(hook)
+        here.scope = outer
+        if outer is not None:
+            outer.position = scope.position
         inputs.forward_ended(args, kwargs, tensors)
     frame.finished = True
+    frame.end = scope.position
     _ambient.forward_ended(ambient)
     return result
 
 
+def _watched(pack: Callable[[Tensor], Slot], watch: Watch) -> Callable[[Tensor], Slot]:
+    def watched(tensor: Tensor) -> Slot:
+        watch(tensor, "recomputed")
+        return pack(tensor)
+
+    return watched
+
+
 @traces_start_here
 def _call_in_contexts(
-    frame: Frame,
+    scope: Scope,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     context: contextlib.AbstractContextManager[Any] | None,
 ) -> Any:
-    result: Any = None
+    frame, result = scope.frame, None
+    policy = frame.options.policy
+    mode = None if policy is None else forward_mode(policy, scope)
     raised: BaseException | None = None
     try:
-        with or_nothing(context), or_nothing(frame.trace):
+        with or_nothing(context), or_nothing(mode), or_nothing(frame.trace):
             try:
                 result = frame.function(*args, **kwargs)
             except BaseException as error:
                 raised = error
+                if mode is not None and mode.refused is not None:
+                    raised = mode.refused
+                    raise raised from None
                 raise
         if raised is not None:
             raise _errors.context_suppressed(frame.region()) from raised
+        if policy is not None and not policy.settled and not scope.following:
+            tell_if_useless(policy, scope)
     finally:
         raised = None  # a traceback that holds this frame must not be held by it
+        scope.mode = None  # it holds the scope
+        if mode is not None:
+            mode.refused = None
     return result

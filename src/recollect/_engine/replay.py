@@ -38,8 +38,11 @@ from torch import (
 
 from recollect import _errors
 from recollect._ambient import Undo, restore, undo_all
+from recollect._engine.scope import Scope, here
+from recollect._engine.selective import replay_mode
 from recollect._errors import Signature
 from recollect._inputs import Arguments, by_hand
+from recollect._stores import Slot
 from recollect._torch import (
     current_group,
     may_be_unfilled,
@@ -54,15 +57,6 @@ from recollect._verify import OperatorTrace, first_difference, signatures_of, tr
 
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame
-
-
-class Slot(int):
-    """The place-holder that autograd holds instead of a saved tensor: its number, as an object of its own.
-
-    It is an int because those are cheap and no concern of the garbage collector.
-    """
-
-    __slots__ = ()
 
 
 def find_alive(slots: list[Slot]) -> list[bool]:
@@ -160,7 +154,12 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         hook = pack if trace is None else trace.without(pack)
         undo.append(partial(pop_hooks_of, hook))
         push_hooks(hook, _identity)
-        _call(frame, arguments, trace)
+        around = here.scope
+        undo.append(partial(setattr, here, "scope", around))
+        if around is not None:
+            undo.append(partial(_resume, around.pause()))
+        scope = here.scope = Scope(frame, hook, lambda: len(tensors) + surplus, around, replaying=True)
+        _call(scope, arguments, trace)
     except BaseException as error:
         # Neither an error of the function nor Ctrl-C while the stop was on its way may be lost.
         if state != _COMPLETE or not isinstance(error, (Stop, Exception)):
@@ -182,6 +181,10 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             pairs = enumerate(zip(signatures, found, strict=False))
             mismatches = [(i, then, now) for i, (then, now) in pairs if now is not None and now != then]
     replay.stopped = state == _COMPLETE
+    if frame.kept_regions is not None:
+        for region in frame.kept_regions.values():
+            if not region.replay_ended(len(tensors)) and finished:
+                raise _errors.other_regions(frame.region(), region.path)
     ended = state == _RUNNING  # by itself, before the last slot or because early stop is off
     fewer = ended and (count <= last or (finished and count < known))
     more = ended and finished and count > known
@@ -221,17 +224,23 @@ def _set_modes(undo: list[Undo]) -> None:
         set_anomaly_enabled(False)
 
 
+def _resume(modes: list[Any]) -> None:
+    for mode in modes:
+        mode.paused = False
+
+
 def _grad_mode_off() -> None:
     set_grad_enabled(False)
 
 
 @traces_start_here
-def _call(frame: Frame, arguments: Arguments, trace: OperatorTrace | None) -> None:
+def _call(scope: Scope, arguments: Arguments, trace: OperatorTrace | None) -> None:
+    frame = scope.frame
     args, kwargs = arguments
-    if frame.replay_context is None and trace is None:
+    if frame.replay_context is None and trace is None and frame.options.policy is None:
         frame.function(*args, **kwargs)
         return
-    with or_nothing(frame.replay_context), or_nothing(trace):
+    with or_nothing(frame.replay_context), or_nothing(replay_mode(scope)), or_nothing(trace):
         frame.function(*args, **kwargs)
 
 

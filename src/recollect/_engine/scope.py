@@ -1,0 +1,108 @@
+"""Which region's function runs in this thread, and the journal of what was decided in it.
+
+A scope is there while a region's function runs, in the forward or in a replay; scopes of one thread form a stack.
+
+The journal. What a policy decided must hold for every later run of the same code: the region's own replay, but also
+the replay of a region around it, which runs this region's forward anew. So decisions are noted in order in a
+journal that the outermost region begins and all regions inside share. A forward that nobody replays appends; every
+run inside a replay reads, from the place where its region began. It holds decisions and no tensors: what was kept
+belongs to the frame that kept it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from recollect._engine.frame import Frame
+
+T = TypeVar("T")
+# Told of every tensor that is saved in a region, and what becomes of it: "recomputed", "kept" or "offloaded".
+Watch = Callable[["Tensor", str], None]
+
+
+class Scope:
+    """A region's function at work."""
+
+    __slots__ = (
+        "around",
+        "following",
+        "frame",
+        "journal",
+        "mode",
+        "names",
+        "pack",
+        "packed",
+        "path",
+        "policy",
+        "position",
+        "replaying",
+        "saving",
+        "watch",
+    )
+
+    def __init__(
+        self,
+        frame: Frame,
+        pack: Callable[[Tensor], Any],
+        packed: Callable[[], int],
+        around: Scope | None,
+        *,
+        replaying: bool = False,
+        watch: Watch | None = None,
+    ) -> None:
+        self.frame = frame
+        self.pack = pack  # the saved-tensor hook that this run of the function pushed
+        self.packed = packed  # how many it packed so far
+        self.around = around
+        self.replaying = replaying  # whether this is a replay of the frame
+        # Whether it is within a replay.
+        self.following: bool = replaying or (around is not None and around.following)
+        self.journal: list[Any] = frame.journal
+        self.position: int = frame.start
+        self.path = frame.path  # of the named regions that are open
+        self.saving = False  # within a named region that is kept
+        policy = frame.options.policy
+        self.policy: Any = policy if policy is not None and policy.decides_names() else None  # where it has names
+        self.names: list[str] = []  # the paths of the named regions that were called, until the policy matched
+        self.watch: Watch | None = watch if around is None or watch is not None else around.watch
+        self.mode: Any = None  # the dispatch mode that a policy over operators needs
+
+    def noted(self, make: Callable[[], T]) -> T | None:
+        """The next entry of the journal: what `make` gives in a forward, what it gave then within a replay.
+
+        None within a replay that has got further than the forward, which is then unfinished or took another path.
+        """
+        position = self.position
+        self.position = position + 1
+        if not self.following:
+            entry = make()
+            self.journal.append(entry)
+            return entry
+        end = self.frame.end if self.replaying and self.frame.finished else len(self.journal)
+        return self.journal[position] if position < end else None
+
+    def pause(self) -> list[Any]:
+        """Let the dispatch modes of this function, and of those around it, see nothing; gives those it paused.
+
+        What runs in a replay that a backward inside the function set off is none of theirs.
+        """
+        paused = []
+        scope: Scope | None = self
+        while scope is not None:
+            paused += [mode for mode in (scope.mode, scope.frame.trace) if mode is not None and not mode.paused]
+            scope = scope.around
+        for mode in paused:
+            mode.paused = True
+        return paused
+
+
+class _Here(threading.local):
+    scope: Scope | None = None
+
+
+here = _Here()

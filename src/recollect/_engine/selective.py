@@ -1,0 +1,630 @@
+"""Selective checkpointing by operator: keep the outputs of some, run the others again.
+
+Two dispatch modes: one around the forward, which keeps what the policy says, one around each replay, which hands out
+what was kept instead of running the operator. Outputs are kept in the order of the calls, per operator; they leave
+and re-enter below autograd, so autograd builds the same graph in the replay as in the forward.
+
+Natively (`Keeping`, `Serving`) the policy is asked in the forward alone and the replay follows what it said. What was
+handed out is let go of, unless the graph is retained; a kept output that is gone is computed again. The drop-in's
+modes (`_CachingTorchDispatchMode`, `_CachedTorchDispatchMode`) ask in both passes and serve one backward, as their
+contract has it.
+
+Never kept, whatever the policy says: the result of an operator that writes to its arguments (it is the argument), and
+views (they are the memory of others, and free): both are run again. Not asked about: operators that
+only read metadata, and autocast's casts of weights, which come from its cache in one pass and not in the other.
+
+A kept operator that draws random numbers leaves the generators as they were after it, so that what is drawn later
+stays the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recollect import _errors
+from recollect._ambient import RandomState, get_cpu_state, set_cpu_state
+from recollect._engine.scope import Scope, here
+from recollect._inputs import find_tensors, rebuild
+from recollect._stores import Kept
+from recollect._torch import (
+    CAST,
+    METADATA_OPERATORS,
+    SHARES_UNSAID,
+    OperatorMode,
+    changes_arguments,
+    detach_below_autograd,
+    dropout_argument,
+    gives_views,
+    graph_is_kept,
+    is_operator,
+    is_packet,
+    level_of_user_code,
+    may_draw,
+    only_reshapes,
+    operator_name,
+    storage_key,
+    wait_for,
+    written_arguments,
+)
+from recollect._verify import user_code
+from recollect.policy import Decision, Offload, Policy, Question, Recompute, Save
+
+
+class _Kind:
+    """What is to be known of an operator, looked up once."""
+
+    __slots__ = ("draws", "dropout", "is_cast", "is_kept", "only_reads", "reshapes", "shares", "writes", "written")
+
+    def __init__(self, operator: Any) -> None:
+        self.only_reads = operator in METADATA_OPERATORS
+        self.is_cast = operator is CAST
+        self.writes = changes_arguments(operator)
+        self.written = written_arguments(operator)
+        self.reshapes = only_reshapes(operator)
+        self.shares = operator in SHARES_UNSAID
+        self.is_kept = not self.writes and not gives_views(operator)  # if the policy says so
+        self.draws = may_draw(operator)
+        self.dropout = dropout_argument(operator) if self.draws else None
+
+
+class _Kinds(dict[Any, _Kind]):
+    def __missing__(self, operator: Any) -> _Kind:
+        kind = self[operator] = _Kind(operator)
+        return kind
+
+
+_kinds = _Kinds()
+
+
+def _is_cached(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a cast may be one of autocast's of a weight: made once per autocast context, so not in every pass.
+
+    It is judged by the tensor, because inside a dispatch mode autocast looks switched off.
+    """
+    value = args[0]
+    return bool(value.is_leaf and value.requires_grad and value.dtype is torch.float32 and kwargs.get("dtype") in _LOW)
+
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+# --- Keeping and handing out ---
+
+
+def _keep_results(
+    scope: Scope | None, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, decision: Decision
+) -> Any:
+    """`result` with a Kept for each of its values, handed to the hooks around the region that `scope` is of."""
+    hooks = None if scope is None else scope.frame.around
+    watch = None if scope is None else scope.watch
+    on_host = isinstance(decision, Offload)
+    copies = isinstance(decision, Save) and decision.on_mutation == "copy"
+
+    def keep(value: Any) -> Kept:
+        if not isinstance(value, Tensor):
+            return Kept(value)
+        if watch is not None:
+            watch(value, "offloaded" if on_host else "kept")
+        if copies:
+            return Kept(value.clone(), hooks=hooks, is_private=True)
+        return Kept(detach_below_autograd(value), on_host=on_host, hooks=hooks)
+
+    kept = keep(result) if isinstance(result, Tensor) else rebuild_results(result, keep)
+    # A generator that the function itself passes on is the user's to preserve.
+    if kind.draws and kwargs.get("generator") is None and not _switched_off(kind, args, kwargs):
+        first = next(kepts_in(kept), None)
+        if first is not None and scope is not None:
+            first.after = RandomState.like(scope.frame.ambient)
+    return kept
+
+
+def _switched_off(kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if kind.dropout is None:
+        return False
+    position, name = kind.dropout
+    return bool((args[position] if position < len(args) else kwargs.get(name, 0.0)) == 0.0)
+
+
+def rebuild_results(result: Any, replace: Callable[[Any], Any]) -> Any:
+    """Each value in an operator's result replaced; results are nested lists and tuples."""
+    if isinstance(result, (list, tuple)):
+        return type(result)([rebuild_results(part, replace) for part in result])
+    return replace(result)
+
+
+def kepts_in(kept: Any) -> Iterator[Kept]:
+    if isinstance(kept, Kept):
+        yield kept
+    elif isinstance(kept, (list, tuple)):
+        for part in kept:
+            yield from kepts_in(part)
+
+
+Fetched = dict[Kept, Any]
+
+
+def _fetch(calls: Iterable[list[Any]]) -> Fetched:
+    """The values that only the replay of a region around can give.
+
+    They are fetched before this region's replay begins: inside a dispatch mode autograd is switched off, and a
+    backward inside the function would count as another pass.
+    """
+    needed = [one for some in calls for call in some for one in kepts_in(call) if one.needs_replay]
+    return {one: one.get() for one in needed}
+
+
+def _hand_out(operator: Any, kept: Any, fetched: Fetched, *, again: bool, may_be_changed: bool = False) -> Any:
+    """The values of a call's Kepts; `again` if they will be asked for another time."""
+    first = True
+
+    def give(one: Kept) -> Any:
+        nonlocal first
+        if first and one.after is not None:
+            one.after.put()
+        first = False
+        if not may_be_changed and one.is_changed():
+            raise _errors.kept_output_changed(operator_name(operator), one.changed_by)
+        value = fetched.pop(one) if one in fetched else one.get()
+        if again and isinstance(value, Tensor):
+            # A version counter of its own: what the replay does to it in place, the forward did too, and was judged.
+            return value.clone() if one.may_be_changed_in_replay(value) else value.detach()
+        return value
+
+    return give(kept) if isinstance(kept, Kept) else rebuild(kept, Kept, give)
+
+
+class _Watch:
+    """Notes which operator changes a kept tensor in place, and where.
+
+    Judged by memory and by what the operator says it writes to: the version is moved later, and not by all.
+    """
+
+    def __init__(self) -> None:
+        self._new: list[Any] = []
+        self._by_memory: dict[int, list[Kept]] = {}
+
+    def add(self, kept: Any) -> None:
+        self._new.append(kept)
+
+    def _over(self, values: Any) -> list[Kept]:
+        """What is kept of the memory of the tensors in `values`."""
+        for one in kepts_in(self._new):
+            memory = one.memory()
+            if memory is not None:
+                self._by_memory.setdefault(memory, []).append(one)
+        self._new.clear()
+        if not self._by_memory:
+            return []
+        tensors = find_tensors((values,), {})[0]
+        return [one for tensor in tensors for one in self._by_memory.get(storage_key(tensor), ())]
+
+    def writes(self, operator: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        written = [args[place] if place < len(args) else kwargs.get(name) for place, name in kind.written]
+        for one in self._over(written):
+            if kind.reshapes:
+                one.is_reshaped()
+            elif not one.changed_by:
+                lines = user_code(sys._getframe(2))[1]
+                place = f" at {lines[-1]}" if lines else ""
+                one.changed_by = f"{operator}{place}"
+
+    def shares(self, args: tuple[Any, ...], result: Any) -> None:
+        for one in self._over(args):
+            for tensor in find_tensors((result,), {})[0]:
+                one.also_held_by(detach_below_autograd(tensor))
+
+
+# --- Natively: the forward decides, replays follow ---
+
+_GONE = object()  # handed out, and the graph was not retained
+
+
+class Keeping(OperatorMode):
+    """Around a forward: keeps what the policy says, call by call.
+
+    `decisions` is what an earlier run of the same forward decided, if this one runs within a replay.
+    """
+
+    def __init__(
+        self, policy: Policy, scope: Scope, kept: dict[Any, list[Any]], decisions: dict[Any, list[Any]] | None
+    ) -> None:
+        super().__init__()
+        self._policy = policy
+        self._table: Mapping[Any, Decision] | None = policy.table
+        self._scope = scope
+        self._kept = kept
+        self._decisions = decisions
+        self._calls: dict[Any, int] = defaultdict(int)
+        self._watch = _Watch()
+        self.paused = False
+        self.seen: set[Any] = set()
+        self.refused: TypeError | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = _kinds[func]
+        if kind.only_reads or self.paused or (kind.is_cast and _is_cached(args, kwargs)):
+            return func(*args, **kwargs)
+        table, policy = self._table, self._policy
+        decision = table.get(func) if table is not None else self._decide(func, args, kwargs)
+        if not policy.settled:
+            self.seen.add(func)
+            policy.settled = decision is not None and policy.counts(decision)
+        if not kind.is_kept or (decision is None and table is not None):
+            if kind.writes:
+                self._watch.writes(func, kind, args, kwargs)
+            result = func(*args, **kwargs)
+            if kind.shares:
+                self._watch.shares(args, result)
+            return result
+        calls = self._kept[func]
+        place = len(calls)
+        calls.append(None)  # counted also if it fails and the function goes on
+        result = func(*args, **kwargs)
+        if kind.shares:
+            self._watch.shares(args, result)
+        if decision is not None and type(decision) is not Recompute:
+            kept = calls[place] = _keep_results(self._scope, kind, args, kwargs, result, decision)
+            self._watch.add(kept)
+        return result
+
+    def _decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
+        decisions = self._decisions
+        if decisions is None:  # a replay of an unfinished forward that has got further than the forward
+            return None
+        if not self._scope.following:
+            try:
+                decision = ask(self._scope, self._policy, func, args, kwargs)
+            except TypeError as error:
+                self.refused = error  # torch takes a TypeError in an operator such as `@` for "not implemented"
+                raise
+            decisions[func].append(decision)
+            return decision
+        index = self._calls[func]
+        self._calls[func] = index + 1
+        known = decisions.get(func, ())
+        return known[index] if index < len(known) else None
+
+
+class Serving(OperatorMode):
+    """Around a replay: hands out what the forward kept."""
+
+    def __init__(self, kept: dict[Any, list[Any]], region: Callable[[], str], *, finished: bool) -> None:
+        super().__init__()
+        self._kept = kept
+        self._region = region
+        self._finished = finished
+        self._calls: dict[Any, int] = defaultdict(int)
+        self._again = graph_is_kept()
+        self._fetched = _fetch(kept.values())
+        self.paused = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        calls = self._kept.get(func)
+        if calls is None or self.paused or (func is CAST and _is_cached(args, kwargs)):
+            return func(*args, **kwargs)
+        index = self._calls[func]
+        self._calls[func] = index + 1
+        if index >= len(calls):
+            if self._finished:
+                raise _errors.called_more_often(self._region(), operator_name(func), len(calls))
+            return func(*args, **kwargs)
+        kept = calls[index]
+        if kept is None or kept is _GONE:
+            return func(*args, **kwargs)
+        if types:
+            wait_for(args)
+        if not self._again:
+            calls[index] = _GONE
+        return _hand_out(func, kept, self._fetched, again=self._again)
+
+
+def ask(scope: Scope, policy: Policy, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
+    """A policy's decision. What a policy computes or draws for it is seen by no region: replays do not ask again."""
+    random_state = get_cpu_state()
+    paused = () if scope.around is None and scope.frame.trace is None else scope.pause()
+    try:
+        return policy.decide(what, Question(args, kwargs, scope.path))
+    finally:
+        for mode in paused:
+            mode.paused = False
+        set_cpu_state(random_state)
+
+
+def forward_mode(policy: Policy, scope: Scope) -> Keeping | None:
+    """The mode that a region's forward needs, None if its policy decides no operators."""
+    table = policy.table
+    if table is not None and not table:
+        return None
+    frame = scope.frame
+    frame.kept_outputs = defaultdict(list)
+    decisions: dict[Any, list[Any]] | None = None
+    if table is None:
+        decisions = scope.noted(lambda: defaultdict(list))
+    mode = scope.mode = Keeping(policy, scope, frame.kept_outputs, decisions)
+    return mode
+
+
+def replay_mode(scope: Scope) -> Serving | None:
+    """The mode that a replay needs, None if no operator's output was kept in the forward."""
+    frame = scope.frame
+    policy = frame.options.policy
+    if frame.kept_outputs is None or policy is None:
+        return None
+    if policy.table is None:
+        scope.position += 1  # the decisions of the forward, which are not needed here
+    mode = scope.mode = Serving(frame.kept_outputs, frame.region, finished=frame.finished)
+    return mode
+
+
+def tell_if_useless(policy: Policy, scope: Scope) -> None:
+    """Warn, once for a policy, if it matched nothing in a forward that has ended."""
+    policy.settled = True
+    operators = scope.mode.seen if scope.mode is not None else ()
+    wanted = policy.unmatched()
+    if not wanted:
+        message = (
+            f"the policy {policy!r} kept nothing in {scope.frame.region()}: that equals plain checkpointing. A "
+            "policy keeps something by giving recollect.Save() or recollect.Offload()"
+        )
+    else:
+        exist = sorted({*map(str, operators), *scope.names})
+        close = sorted({match for name in wanted for match in _close(name, exist)})
+        hint = f"; close to it: {', '.join(close)}" if close else ""
+        found = f"; what was there: {', '.join(exist[:12])}" if exist and not close else ""
+        message = (
+            f"the policy {policy!r} matched nothing in {scope.frame.region()}, so everything there is recomputed. "
+            f"It looks for {', '.join(wanted[:12])}{', ...' if len(wanted) > 12 else ''}{hint}{found}"
+        )
+    warnings.warn(message, UserWarning, stacklevel=level_of_user_code())
+
+
+def _close(name: str, exist: Iterable[str]) -> list[str]:
+    """What exists and may have been meant by `name`: `aten.addmm` for `aten.mm`, `attn` for `atn`."""
+    short = {one: _short(one) for one in exist}
+    close = difflib.get_close_matches(_short(name), set(short.values()), n=3, cutoff=0.55)
+    return [one for one in exist if short[one] in close]
+
+
+def _short(name: str) -> str:
+    """`mm` of `aten.mm.default` and of `aten.mm`; a region's path as it is."""
+    return name.split(".")[1] if "." in name else name
+
+
+# --- The drop-in's names ---
+
+
+class CheckpointPolicy(enum.Enum):
+    """What a drop-in policy answers. `MUST_*` may not be overridden by a compiler."""
+
+    MUST_SAVE = 0
+    PREFER_SAVE = 1
+    MUST_RECOMPUTE = 2
+    PREFER_RECOMPUTE = 3
+    MUST_CPU_OFFLOAD = 4
+    PREFER_CPU_OFFLOAD = 5
+
+
+class SelectiveCheckpointContext:
+    """What a drop-in policy is told: `is_recompute`, whether this is the replay; `op_output`, in the forward."""
+
+    __slots__ = ("is_recompute", "op_output")
+
+    def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
+        self.is_recompute = is_recompute
+        self.op_output = op_output
+
+
+SAC_IGNORED_OPS: set[Any] = set(METADATA_OPERATORS)
+
+_SAVE, _RECOMPUTE = Save(), Recompute()
+_VERDICTS: dict[str, Decision] = {
+    "MUST_SAVE": _SAVE,
+    "PREFER_SAVE": _SAVE,
+    "MUST_RECOMPUTE": _RECOMPUTE,
+    "PREFER_RECOMPUTE": _RECOMPUTE,
+    "MUST_CPU_OFFLOAD": Offload(),
+    "PREFER_CPU_OFFLOAD": Offload(),
+}
+
+
+def _verdict(answer: Any) -> Decision:
+    """A drop-in policy's answer as a decision. Torch's own enum has members of the same names."""
+    if isinstance(answer, enum.Enum) and answer.name in _VERDICTS:
+        return _VERDICTS[answer.name]
+    if isinstance(answer, bool):
+        return _VERDICTS["MUST_SAVE" if answer else "PREFER_RECOMPUTE"]
+    raise TypeError(
+        f"a selective checkpointing policy must return a CheckpointPolicy or a bool, "
+        f"got {_errors.describe_value(answer)}"
+    )
+
+
+class _ListPolicy:
+    """The policy that a list of operators means."""
+
+    def __init__(self, operators: Iterable[Any]) -> None:
+        self.operators = frozenset(operators)
+
+    def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in self.operators else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _CachingTorchDispatchMode(OperatorMode):
+    """Around the forward: asks the policy about every operator and keeps the outputs of some in `storage`."""
+
+    def __init__(self, policy_fn: Callable[..., Any], storage: dict[Any, list[Any]]) -> None:
+        super().__init__()
+        self.policy_fn = policy_fn
+        self.storage = storage
+        self._calls: dict[Any, int] = defaultdict(int)
+        self._watch = _Watch()
+        self._scope: Scope | None = None
+        self.paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        if self._calls:
+            raise _errors.contexts_used_twice()
+        self._scope = here.scope
+        if self._scope is not None:
+            self._scope.mode = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._scope is not None:
+            self._scope.mode = None
+        self._scope = None
+        self._watch = _Watch()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = _kinds[func]
+        if kind.only_reads or self.paused or (kind.is_cast and _is_cached(args, kwargs)):
+            return func(*args, **kwargs)
+        call = self._calls[func]
+        self._calls[func] = call + 1
+        if kind.writes:
+            self._watch.writes(func, kind, args, kwargs)
+        result = func(*args, **kwargs)
+        if kind.shares:
+            self._watch.shares(args, result)
+        policy = self.policy_fn
+        if type(policy) is _ListPolicy:
+            decision: Decision = _SAVE if func in policy.operators else _RECOMPUTE
+        else:
+            context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
+            decision = _verdict(policy(context, func, *args, **kwargs))
+        if kind.is_kept and type(decision) is not Recompute:
+            kept = _keep_results(self._scope, kind, args, kwargs, result, decision)
+            for one in kepts_in(kept):
+                one.call = call
+            self._watch.add(kept)
+            self.storage[func].append(kept)
+        return result
+
+
+class _CachedTorchDispatchMode(OperatorMode):
+    """Around the replay: asks the policy again, and hands out of `storage` what the forward kept."""
+
+    def __init__(
+        self,
+        policy_fn: Callable[..., Any],
+        storage: dict[Any, list[Any]],
+        allow_cache_entry_mutation: bool,
+    ) -> None:
+        super().__init__()
+        self.policy_fn = policy_fn
+        self.storage = storage
+        self.allow_cache_entry_mutation = allow_cache_entry_mutation
+        self._context = SelectiveCheckpointContext(is_recompute=True)
+        self._calls: dict[Any, int] = defaultdict(int)
+        self._replays = 0
+        self._fetched: Fetched = {}
+        self.paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> Any:
+        self._calls.clear()
+        self._replays += 1
+        self._fetched = _fetch(self.storage.values())
+        if here.scope is not None:
+            here.scope.mode = self
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = _kinds[func]
+        if kind.only_reads or self.paused or (kind.is_cast and _is_cached(args, kwargs)):
+            return func(*args, **kwargs)
+        call = self._calls[func]
+        self._calls[func] = call + 1
+        policy = self.policy_fn
+        if type(policy) is _ListPolicy:
+            decision: Decision = _SAVE if func in policy.operators else _RECOMPUTE
+        else:
+            decision = _verdict(policy(self._context, func, *args, **kwargs))
+        if not kind.is_kept:
+            return func(*args, **kwargs)
+        saves = type(decision) is not Recompute
+        entries = self.storage.get(func)
+        if not entries or next(kepts_in(entries[0])).call != call:
+            if saves:
+                raise (
+                    _errors.backward_again(operator_name(func))
+                    if self._replays > 1
+                    else _errors.not_kept(operator_name(func))
+                )
+            return func(*args, **kwargs)
+        if not saves:
+            raise _errors.kept_in_vain(operator_name(func))
+        kept = entries.pop(0)
+        if types:
+            wait_for(args)
+        return _hand_out(func, kept, self._fetched, again=False, may_be_changed=self.allow_cache_entry_mutation)
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Callable[..., Any] | list[Any], allow_cache_entry_mutation: bool = False
+) -> tuple[_CachingTorchDispatchMode, _CachedTorchDispatchMode]:
+    """The two contexts of selective checkpointing, for `context_fn`.
+
+    Args:
+        policy_fn_or_list: Operators whose outputs are kept, or a function
+            `policy(ctx, op, *args, **kwargs) -> CheckpointPolicy`, called in both passes.
+        allow_cache_entry_mutation: Hand out kept outputs also if they were changed in place since.
+
+    Returns:
+        A context for the forward and one for the replay, made for one region call.
+
+    Example:
+        >>> import functools, torch
+        >>> from recollect.dropin import checkpoint, create_selective_checkpoint_contexts
+        >>> keep_products = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        >>> x = torch.ones(3, 3, requires_grad=True)
+        >>> y = checkpoint(lambda x: (x.sin() @ x).cos(), x, use_reentrant=False, context_fn=keep_products)
+        >>> y.sum().backward()
+    """
+    if isinstance(policy_fn_or_list, list):
+        operators = policy_fn_or_list
+        for operator in operators:
+            if not is_operator(operator):
+                raise _errors.not_an_overload(operator, is_packet=is_packet(operator))
+        policy_fn: Callable[..., Any] = _ListPolicy(operators)
+    elif callable(policy_fn_or_list):
+        policy_fn = policy_fn_or_list
+    else:
+        raise TypeError(
+            "policy_fn_or_list must be either a function or a list of ops. "
+            f"Got {_errors.describe_value(policy_fn_or_list)}"
+        )
+    storage: dict[Any, list[Any]] = defaultdict(list)
+    return (
+        _CachingTorchDispatchMode(policy_fn, storage),
+        _CachedTorchDispatchMode(policy_fn, storage, allow_cache_entry_mutation),
+    )

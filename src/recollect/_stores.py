@@ -1,0 +1,127 @@
+"""Where a kept tensor lives. One interface: make a `Kept`, ask whether it is still what it was, `get` it.
+
+On its device a kept tensor is an alias without history, which shares its version counter with the original, so that
+a change in place shows. On the host it is a copy. Under saved-tensor hooks (a region around, `save_on_cpu`)
+neither: what is kept is handed to those hooks, as a tensor that autograd saves would be, so that whoever is around
+decides about both alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recollect._inputs import by_hand, find_tensors
+from recollect._torch import Hooks, storage_key, version_of
+
+
+class Slot(int):
+    """The place-holder that autograd holds instead of a saved tensor: its number in its frame, as an object of its own.
+
+    It is an int because those are cheap and no concern of the garbage collector.
+    """
+
+    __slots__ = ()
+    needs_replay = True
+
+
+class Kept:
+    """A kept value. Values that are no tensors are simply held."""
+
+    # Defaults on the class: most of them are never set, and there is one object per kept tensor.
+    _unpack: Callable[[Any], Tensor] | None = None
+    _device: torch.device | None = None  # where a copy on the host goes back to
+    _held: Tensor | None = None  # what is held here of the original's own memory
+    _aliases: tuple[tuple[Tensor, int], ...] = ()  # over the same memory, with version counters of their own
+    _reshapes = 0  # how often the original was given another shape in place
+    call = 0  # which call of its operator it is from
+    after: Any = None  # the random state after the call whose result this is, where it may have drawn
+    changed_by = ""  # who changed it in place, in words, where that was seen
+
+    def __init__(
+        self, value: Any, *, on_host: bool = False, hooks: Hooks | None = None, is_private: bool = False
+    ) -> None:
+        """Keep `value`; `is_private` if nobody else has its memory."""
+        self._packed = value
+        if not isinstance(value, Tensor):
+            return
+        self._version = version_of(value)
+        if hooks is not None:
+            pack, self._unpack = hooks
+            by_hand.packing = True
+            try:
+                with torch.no_grad():  # as around autograd's own calls of a pack hook
+                    self._packed = pack(value)
+            finally:
+                by_hand.packing = False
+        elif on_host and value.device.type not in ("cpu", "meta"):
+            self._device = value.device
+            self._packed = _to_host(value)
+        if is_private or self._device is not None:
+            return
+        if self._packed is value:
+            self._held = value
+        else:  # hooks that do not copy, such as save_on_cpu for a tensor that is there already
+            memory = storage_key(value)
+            parts = find_tensors((self._packed,), {})[0]
+            self._held = next((part for part in parts if storage_key(part) == memory), None)
+
+    @property
+    def val(self) -> Any:
+        """What is kept."""
+        return self.get()
+
+    def get(self) -> Any:
+        if self._unpack is not None:
+            with torch.no_grad():
+                return self._unpack(self._packed)
+        if self._device is not None:
+            return self._packed.to(self._device, non_blocking=True)
+        return self._packed
+
+    @property
+    def needs_replay(self) -> bool:
+        """Whether `get` may set off the replay of a region around."""
+        return self._unpack is not None and getattr(self._packed, "needs_replay", False)
+
+    def is_changed(self) -> bool:
+        """Whether the original was changed in place since, and with it what is kept."""
+        if self.changed_by:
+            return True
+        if self._held is None:
+            return False
+        moves = version_of(self._held) - self._version + sum(version_of(one) - then for one, then in self._aliases)
+        return moves != self._reshapes
+
+    def may_be_changed_in_replay(self, value: Tensor) -> bool:
+        """Whether `value`, which `get` gave, is what is kept itself, and not of the original's memory.
+
+        A change of the original does not matter then, and the replay will change this in place as the forward did.
+        """
+        if self._held is not None:
+            return False
+        memory = storage_key(value)
+        return any(storage_key(part) == memory for part in find_tensors((self._packed,), {})[0])
+
+    def also_held_by(self, alias: Tensor) -> None:
+        """Watch another tensor over the same memory, which does not share the version counter."""
+        self._aliases += ((alias, version_of(alias)),)
+
+    def is_reshaped(self) -> None:
+        """The original is being given another shape in place: that counts as a version and leaves the values."""
+        self._reshapes += 1
+
+    def memory(self) -> int | None:
+        """The key of the memory that is held here and that a change in place would reach, if there is any."""
+        return None if self._held is None else storage_key(self._held)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy in page-locked memory, made in the stream's own order, so that nothing waits for it."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.is_cuda:
+        return tensor.to("cpu")
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -1,0 +1,395 @@
+"""Decisions, and the policies that give them.
+
+A decision is a value: `Save`, `Recompute` or `Offload`. A policy gives one for an operator or for a named region, or
+gives none, which leaves the matter to the next policy and at last to recomputation. `a | b` asks `a` first.
+
+A policy says beforehand what it can decide (`operators`, `decides_names`), so that an engine does no work that no
+answer could need: a policy by names costs nothing per operator, and one over a set of operators is a dict.
+
+What this is not: policies keep nothing and know no tensor. Engines ask them (`_engine/selective.py`,
+`_engine/named.py`) and remember the answers, so that a policy may have a state of its own.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from recollect import _errors
+from recollect._torch import operator_name, overloads_of, packet_of
+
+T = TypeVar("T")
+
+# --- Decisions ---
+
+_ON_MUTATION = ("error", "copy")
+_PLACES = ("cpu",)
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Keep it where it is.
+
+    Args:
+        on_mutation: What to do about a kept output of an operator that is changed in place later: "error" says so
+            when the replay comes to it, "copy" keeps a private copy from the start.
+
+    Example:
+        >>> import recollect
+        >>> recollect.Save(on_mutation="copy")
+        Save(on_mutation='copy')
+    """
+
+    on_mutation: str = "error"
+
+    def __post_init__(self) -> None:
+        if self.on_mutation not in _ON_MUTATION:
+            raise _errors.not_one_of("on_mutation", self.on_mutation, _ON_MUTATION)
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Let it go and compute it again in the replay.
+
+    Example:
+        >>> import recollect
+        >>> recollect.Recompute()
+        Recompute()
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Keep it on the host and bring it back for the replay. A tensor that is there already just stays.
+
+    Args:
+        to: Where; "cpu" so far.
+
+    Example:
+        >>> import recollect
+        >>> recollect.Offload()
+        Offload(to='cpu')
+    """
+
+    to: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.to not in _PLACES:
+            raise _errors.not_one_of("to", self.to, _PLACES)
+
+
+Decision: TypeAlias = Save | Recompute | Offload
+DECISIONS = (Save, Recompute, Offload)
+
+
+def checked_decision(decision: Any, who: str) -> Decision | None:
+    """`decision`, if it is one or None."""
+    if decision is None or isinstance(decision, DECISIONS):
+        return decision
+    raise TypeError(
+        f"{who} must give recollect.Save(), Recompute(), Offload() or None (no opinion), "
+        f"got {_errors.describe_value(decision)}"
+    )
+
+
+# --- Policies ---
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What a policy is told besides the operator or the name: the call's arguments, and the named region around it."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    path: str
+
+
+class Policy:
+    """What gives a decision for an operator or a named region. Combine with `|`: the first decision wins."""
+
+    # Once it has matched something, or its user was told that it did not.
+    settled = False
+
+    def operators(self) -> Mapping[Any, Decision] | None:
+        """All the operators that it decides, with the decisions; None if it has to be asked about every call."""
+        return {}
+
+    @functools.cached_property
+    def table(self) -> Mapping[Any, Decision] | None:
+        """`operators()`, made once."""
+        return self.operators()
+
+    def counts(self, decision: Decision) -> bool:
+        """Whether a decision shows that the policy is of use."""
+        return True
+
+    def decides_names(self) -> bool:
+        """Whether it could decide a named region."""
+        return False
+
+    def decide(self, what: Any, question: Question) -> Decision | None:
+        """The decision for an operator or, given a string, for the named region with that path."""
+        raise NotImplementedError
+
+    def unmatched(self) -> list[str]:
+        """What it looks for, in words; empty where nothing is looked for by name."""
+        return []
+
+    def __or__(self, other: Any) -> Policy:
+        return _FirstOf([self, as_policy(other)])
+
+    def __ror__(self, other: Any) -> Policy:
+        return _FirstOf([as_policy(other), self])
+
+
+class _Operators(Policy):
+    def __init__(self, decisions: Mapping[Any, Decision], label: str) -> None:
+        self._decisions = decisions
+        self._label = label
+
+    def operators(self) -> Mapping[Any, Decision]:
+        return self._decisions
+
+    def decide(self, what: Any, question: Question) -> Decision | None:
+        return self._decisions.get(what) if not isinstance(what, str) else None
+
+    def unmatched(self) -> list[str]:
+        packets: dict[str, list[Any]] = {}
+        for operator in self._decisions:
+            packets.setdefault(operator_name(operator), []).append(operator)
+        return [
+            name if len(chosen) == len(overloads_of(packet_of(chosen[0]))) else ", ".join(map(str, chosen))
+            for name, chosen in packets.items()
+        ]
+
+    def __repr__(self) -> str:
+        return self._label
+
+
+class _Names(Policy):
+    def __init__(self, decisions: Mapping[str, Decision]) -> None:
+        self._decisions = decisions
+        self._known: dict[str, Decision | None] = {}  # paths that were asked for; there are as many as in the code
+
+    def decides_names(self) -> bool:
+        return True
+
+    def decide(self, what: Any, question: Question) -> Decision | None:
+        if not isinstance(what, str):
+            return None
+        if what not in self._known:
+            matches = (one for pattern, one in self._decisions.items() if fnmatch.fnmatchcase(what, pattern))
+            self._known[what] = next(matches, None)
+        return self._known[what]
+
+    def unmatched(self) -> list[str]:
+        return list(self._decisions)
+
+    def __repr__(self) -> str:
+        return f"recollect.by_name({dict(self._decisions)!r})"
+
+
+def code_of(function: Any) -> Any:
+    """What stands for a function from step to step: its code, because a lambda is made anew each time."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", None) or type(function)
+
+
+class ByCode(Generic[T]):
+    """Something remembered from step to step for each function, for as long as its code is there.
+
+    Code objects are told apart by identity: their own comparison reads all of their code.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._entries: dict[int, tuple[weakref.ref[Any], T]] = {}
+
+    def __getitem__(self, function: Any) -> T:
+        code = code_of(function)
+        place = id(code)
+        entry = self._entries.get(place)
+        if entry is None:
+            entries = self._entries
+            entry = entries[place] = (weakref.ref(code, lambda _: entries.pop(place, None)), self._make())
+        return entry[1]
+
+
+class _Told:
+    """Whether the user of a function as a policy needs to be told no more."""
+
+    settled = False
+
+
+_told: ByCode[_Told] = ByCode(_Told)
+
+
+class Asked(Policy):
+    """A function as a policy."""
+
+    def __init__(self, function: Callable[[Any, Question], Decision | None]) -> None:
+        self.function = function
+        self._told = _told[function]  # a function becomes a policy anew at every call that it is passed to
+
+    @property
+    def settled(self) -> bool:
+        return self._told.settled
+
+    @settled.setter
+    def settled(self, value: bool) -> None:
+        self._told.settled = value
+
+    def operators(self) -> None:
+        return None
+
+    def decides_names(self) -> bool:
+        return True
+
+    def decide(self, what: Any, question: Question) -> Decision | None:
+        return checked_decision(self.function(what, question), f"policy {self!r}")
+
+    def counts(self, decision: Decision) -> bool:
+        return not isinstance(decision, Recompute)
+
+    def __repr__(self) -> str:
+        return _errors.describe_function(self.function)
+
+
+class _FirstOf(Policy):
+    def __init__(self, policies: Iterable[Policy]) -> None:
+        self._policies: list[Policy] = [
+            part for policy in policies for part in (policy._policies if isinstance(policy, _FirstOf) else [policy])
+        ]
+
+    def operators(self) -> Mapping[Any, Decision] | None:
+        together: dict[Any, Decision] = {}
+        for policy in reversed(self._policies):
+            decisions = policy.operators()
+            if decisions is None:
+                return None
+            together.update(decisions)
+        return together
+
+    def decides_names(self) -> bool:
+        return any(policy.decides_names() for policy in self._policies)
+
+    def decide(self, what: Any, question: Question) -> Decision | None:
+        for policy in self._policies:
+            decision = policy.decide(what, question)
+            if decision is not None:
+                return decision
+        return None
+
+    def unmatched(self) -> list[str]:
+        return [name for policy in self._policies for name in policy.unmatched()]
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self._policies))
+
+
+def as_policy(policy: Any) -> Policy:
+    """What a user may pass as `policy=`: a policy, or a function of an operator or name and its circumstances."""
+    if isinstance(policy, Policy):
+        return policy
+    if callable(policy) and not isinstance(policy, type):
+        return Asked(policy)
+    raise TypeError(
+        "policy must be a policy (recollect.save_ops, recollect.by_name, recollect.policies) or a function "
+        f"(op_or_name, ctx) -> decision, got {_errors.describe_value(policy)}"
+    )
+
+
+# --- Making them ---
+
+
+def _decided(function: str, operators: tuple[Any, ...], decision: Decision) -> Policy:
+    found: dict[Any, Decision] = {}
+    for operator in operators:
+        overloads = overloads_of(operator)
+        if not overloads:
+            raise TypeError(
+                f"{function} takes operators, such as torch.ops.aten.mm (all its overloads) or "
+                f"torch.ops.aten.mm.default, got {_errors.describe_value(operator)}" + _errors.operator_hint(operator)
+            )
+        found.update(dict.fromkeys(overloads, decision))
+    if not found:
+        raise TypeError(f"{function} takes at least one operator, such as torch.ops.aten.mm, got none")
+    return _Operators(found, f"recollect.{function}({', '.join(map(str, operators))})")
+
+
+def save_ops(*operators: Any, on_mutation: str = "error") -> Policy:
+    """Keep the outputs of these operators.
+
+    Args:
+        *operators: Operators (`torch.ops.aten.mm.default`), packets, which mean all their overloads
+            (`torch.ops.aten.mm`), or higher-order operators.
+        on_mutation: As for `Save`.
+
+    Returns:
+        A policy.
+
+    Example:
+        >>> import torch, recollect
+        >>> w = torch.ones(3, 3)
+        >>> x = torch.ones(3, 3, requires_grad=True)
+        >>> policy = recollect.save_ops(torch.ops.aten.mm)
+        >>> y = recollect.checkpoint(lambda x: (x.sin() @ w).sin(), x, policy=policy)
+        >>> y.sum().backward()  # runs sin again, and not the product
+    """
+    return _decided("save_ops", operators, Save(on_mutation))
+
+
+def offload_ops(*operators: Any) -> Policy:
+    """Keep the outputs of these operators on the host.
+
+    Args:
+        *operators: As for `save_ops`.
+
+    Returns:
+        A policy.
+
+    Example:
+        >>> import torch, recollect
+        >>> policy = recollect.offload_ops(torch.ops.aten.mm)
+    """
+    return _decided("offload_ops", operators, Offload())
+
+
+def by_name(decisions: Mapping[str, Decision]) -> Policy:
+    """Decide named regions (`recollect.region`) by their paths.
+
+    Args:
+        decisions: Patterns and what they mean; the first that matches counts. `*` stands for anything, also for
+            several parts of a path.
+
+    Returns:
+        A policy.
+
+    Example:
+        >>> import torch, recollect
+        >>> policy = recollect.by_name({"attn": recollect.Save(), "mlp/*": recollect.Recompute()})
+        >>> def block(x):
+        ...     return recollect.region("attn", torch.sin)(x).exp()
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> recollect.checkpoint(block, x, policy=policy).sum().backward()  # sin runs once
+    """
+    if not isinstance(decisions, Mapping) or not decisions:
+        raise TypeError(f"by_name takes a dict of patterns and decisions, got {_errors.describe_value(decisions)}")
+    for pattern, decision in decisions.items():
+        if not isinstance(pattern, str) or not pattern:
+            raise TypeError(f"by_name takes strings as patterns, got {_errors.describe_value(pattern)}")
+        if not isinstance(decision, DECISIONS):
+            raise TypeError(
+                f"by_name takes recollect.Save(), Recompute() or Offload() for {pattern!r}, "
+                f"got {_errors.describe_value(decision)}"
+            )
+    return _Names(dict(decisions))
+
+
+__all__ = ["Offload", "Policy", "Question", "Recompute", "Save", "by_name", "offload_ops", "save_ops"]
