@@ -125,7 +125,7 @@ class Generators:
         if not self._late:
             ids = dict.fromkeys(_index_of(device) for device in devices if device.type == device_type)
             self.ids = list(ids) or [_current_index(module)]
-        self._states = [_get_state(module, index) for index in self.ids]
+        self._states = [_snapshot(module, index) for index in self.ids]
 
     def check_initialised(self) -> None:
         if self._late and is_initialised(self.module):
@@ -133,15 +133,14 @@ class Generators:
 
     def restore(self) -> Undo:
         module, ids = self.module, self.ids
-        around = [_get_state(module, index) for index in ids]
+        around = [_snapshot(module, index) for index in ids]
 
         def undo() -> None:
             for index, state in zip(ids, around, strict=True):
-                _set_state(module, index, state)
+                _put(module, index, state)
 
-        for index, state, now in zip(ids, self._states, around, strict=True):
-            if not torch.equal(state, now):  # 16 bytes: cheaper to compare than to set
-                _set_state(module, index, state)
+        for index, state in zip(ids, self._states, strict=True):
+            _put(module, index, state)
         return undo
 
 
@@ -175,31 +174,29 @@ class RandomState:
 
     __slots__ = ("_states",)
 
-    def __init__(self, states: list[tuple[Callable[[Tensor], object], Tensor]]) -> None:
+    def __init__(self, states: list[tuple[Callable[[Any], object], Any]]) -> None:
         self._states = states
 
     @classmethod
     def now(cls, tensors: Sequence[Tensor]) -> RandomState:
         """Of the CPU's generator and of those on the tensors' devices."""
-        states: list[tuple[Callable[[Tensor], object], Tensor]] = [(set_cpu_state, get_cpu_state())]
+        states: list[tuple[Callable[[Any], object], Any]] = [(set_cpu_state, get_cpu_state())]
         for device in dict.fromkeys(_devices_of(tensors)):
             module = accelerator_module(device.type)
             if module is not None:
                 index = _index_of(device)
-                states.append((partial(_set_state_at, module, index), _get_state(module, index)))
+                states.append((partial(_put, module, index), _snapshot(module, index)))
         return cls(states)
 
     @classmethod
     def like(cls, parts: Sequence[Part]) -> RandomState:
         """Of the generators that a region preserves."""
-        states: list[tuple[Callable[[Tensor], object], Tensor]] = []
+        states: list[tuple[Callable[[Any], object], Any]] = []
         for part in parts:
             if type(part) is CpuGenerator:
                 states.append((set_cpu_state, get_cpu_state()))
             elif type(part) is Generators:
-                states += [
-                    (partial(_set_state_at, part.module, index), _get_state(part.module, index)) for index in part.ids
-                ]
+                states += [(partial(_put, part.module, index), _snapshot(part.module, index)) for index in part.ids]
         return cls(states)
 
     def put(self) -> None:
@@ -207,8 +204,23 @@ class RandomState:
             put(state)
 
 
-def _set_state_at(module: Any, index: int, state: Tensor) -> None:
-    _set_state(module, index, state)
+def _snapshot(module: Any, index: int) -> Any:
+    """Where a generator stands. One that counts (CUDA's) stands at a seed and an offset: two numbers, no tensor."""
+    if module is torch.cuda:
+        generator = module.default_generators[index]
+        return generator.initial_seed(), generator.get_offset()
+    return _get_state(module, index)
+
+
+def _put(module: Any, index: int, snapshot: Any) -> None:
+    if not isinstance(snapshot, tuple):
+        _set_state(module, index, snapshot)
+        return
+    generator = module.default_generators[index]
+    seed, offset = snapshot
+    if generator.initial_seed() != seed:
+        generator.manual_seed(seed)
+    generator.set_offset(offset)
 
 
 # --- Modes ---

@@ -111,20 +111,23 @@ def _decided_call(
     outside = scope.path
     path = scope.path = f"{outside}/{name}" if outside else name
     try:
-        place = scope.position
-        mark = scope.noted(lambda: _Mark(path, _ask(scope, path, args, kwargs)))
+        place, policy = scope.position, scope.policy
+        if policy.table is not None:  # not a function: the same path gives the same decision
+            decision = policy.decide(path, _NO_QUESTION)
+            if not policy.settled:
+                _settle(scope, path, decision)
+            if decision is None or scope.saving or type(decision) is Recompute:
+                return _recompute(scope, decision, path, function, args, kwargs)
+            mark = scope.noted(lambda: _Mark(path, decision))
+        else:
+            mark = scope.noted(lambda: _Mark(path, _ask(scope, path, args, kwargs)))
         if mark is None:
             if scope.replaying and scope.frame.finished:
                 raise _errors.other_regions(scope.frame.region(), path)
         elif getattr(mark, "path", None) != path:
             raise _errors.other_regions(scope.frame.region(), path)
-        decision = None if mark is None else mark.decision
-        if scope.saving:
-            if isinstance(decision, Recompute):
-                return run_region(function, args, kwargs, scope.frame.options, path=path)
-            return function(*args, **kwargs)
-        if mark is None or decision is None or isinstance(decision, Recompute):
-            return function(*args, **kwargs)
+        if mark is None or mark.decision is None or scope.saving or type(mark.decision) is Recompute:
+            return _recompute(scope, None if mark is None else mark.decision, path, function, args, kwargs)
         if scope.replaying:
             return _replay(scope, place, mark, function, args, kwargs)
         return _keep(scope, place, mark, function, args, kwargs)
@@ -132,18 +135,32 @@ def _decided_call(
         scope.path = outside
 
 
+def _recompute(
+    scope: Scope,
+    decision: Decision | None,
+    path: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if scope.saving and type(decision) is Recompute:  # what is around it is kept: it needs a frame of its own
+        return run_region(function, args, kwargs, scope.frame.options, path=path)
+    return function(*args, **kwargs)
+
+
 _NO_QUESTION = Question((), {}, "")
 
 
 def _ask(scope: Scope, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
-    policy = scope.policy
-    computes_nothing = policy.table is not None  # it is no function
-    decision: Decision | None
-    decision = policy.decide(path, _NO_QUESTION) if computes_nothing else ask(scope, policy, path, args, kwargs)
-    if not policy.settled:
-        scope.names.append(path)
-        policy.settled = decision is not None and policy.counts(decision)
+    decision = ask(scope, scope.policy, path, args, kwargs)
+    if not scope.policy.settled:
+        _settle(scope, path, decision)
     return decision
+
+
+def _settle(scope: Scope, path: str, decision: Decision | None) -> None:
+    scope.names.append(path)
+    scope.policy.settled = decision is not None and scope.policy.counts(decision)
 
 
 # --- Whether replays get as far as a region's outputs ---
@@ -300,6 +317,11 @@ def _covers(argument: Tensor, tensor: Tensor) -> bool:
     return first >= 0 and last < argument.numel()
 
 
+def _without_history(tensor: Tensor) -> Tensor:
+    """What may be held without holding the graph, which holds what is kept here. A view has that of its base."""
+    return tensor if tensor.is_leaf and tensor._base is None else tensor.detach()
+
+
 def _is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a leaf that needs grad, or a view of one: alive anyway."""
     base = tensor if tensor._base is None else tensor._base
@@ -363,9 +385,7 @@ def _hooks_inside(scope: Scope, kept: _KeptRegion, tensors: list[Tensor], outsid
             watch(tensor, "offloaded" if on_host else "kept")
         if around is not None:
             return Kept(tensor, hooks=around)
-        # An output that its own operator saves would hold the node that holds it.
-        value = tensor.detach() if tensor.requires_grad and not tensor.is_leaf else tensor
-        return Kept(value, on_host=on_host and not _is_parameter(tensor))
+        return Kept(_without_history(tensor), on_host=on_host and not _is_parameter(tensor))
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Slot):
@@ -381,12 +401,17 @@ def _hooks_inside(scope: Scope, kept: _KeptRegion, tensors: list[Tensor], outsid
     return pack, unpack
 
 
+def _is_odd(tensor: Tensor) -> bool:
+    """Whether it is a view that was made without grad of something that needs it: that cannot be made otherwise."""
+    return tensor._base is not None and tensor.is_leaf and tensor.requires_grad
+
+
 def _aliases(arguments: list[Tensor], result: Any) -> bool:
     """Whether an output shares memory with an argument that it is not, or with another output, or cannot be told to."""
     if isinstance(result, Tensor):
         if any(result is argument for argument in arguments):
             return False
-        return storage_key(result) in map(storage_key, arguments)
+        return _is_odd(result) or storage_key(result) in map(storage_key, arguments)
     if not is_transparent(result):
         return True
     memories = {storage_key(argument) for argument in arguments}
@@ -395,7 +420,7 @@ def _aliases(arguments: list[Tensor], result: Any) -> bool:
     for output in find_tensors((result,), {})[0]:
         if id(output) not in given:
             memory = storage_key(output)
-            if memory in memories or seen.setdefault(memory, id(output)) != id(output):
+            if _is_odd(output) or memory in memories or seen.setdefault(memory, id(output)) != id(output):
                 return True
     return False
 
@@ -416,12 +441,11 @@ def _kept_result(scope: Scope, result: Any, arguments: list[Tensor], around: Hoo
 
 def _kept_output(scope: Scope, tensor: Tensor, around: Hooks | None, on_host: bool) -> _Output:
     needs_grad = tensor.requires_grad
-    if needs_grad and tensor.is_leaf:
+    if needs_grad and tensor.is_leaf and tensor._base is None:
         return _Output(Kept(tensor), needs_grad=False)
     if scope.watch is not None:
         scope.watch(tensor, "offloaded" if on_host else "kept")
-    value = tensor.detach() if needs_grad else tensor
-    return _Output(Kept(value, on_host=on_host, hooks=around), needs_grad)
+    return _Output(Kept(_without_history(tensor), on_host=on_host, hooks=around), needs_grad)
 
 
 # --- In the replay ---

@@ -367,6 +367,8 @@ def replay_mode(scope: Scope) -> Serving | None:
         return None
     if policy.table is None:
         scope.position += 1  # the decisions of the forward, which are not needed here
+    if not any(call is not None for calls in frame.kept_outputs.values() for call in calls):
+        return None
     mode = scope.mode = Serving(frame.kept_outputs, frame.region, finished=frame.finished)
     return mode
 
