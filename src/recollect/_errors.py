@@ -231,6 +231,14 @@ def called_more_often(region: str, operator: str, times: int) -> CheckpointError
     )
 
 
+def called_elsewhere(region: str, operator: str) -> CheckpointError:
+    return CheckpointError(
+        f"{operator}, whose outputs are kept, ran at another place in the replay of the checkpointed region {region} "
+        "than in its forward: the function did not take the same path twice (something that it makes at its first call "
+        "only?)"
+    )
+
+
 def not_kept(operator: str) -> CheckpointError:
     return CheckpointError(
         f"{operator} encountered during recomputation but not found in storage: the policy says now that its output "

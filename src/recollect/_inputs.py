@@ -96,9 +96,9 @@ def is_transparent(value: Any, seen: set[int] | None = None) -> bool:
     seen.add(id(value))
     if kind is dict or kind is OrderedDict:
         return all(is_transparent(part, seen) for part in (*value.keys(), *value.values()))
-    if kind in (list, deque, tuple) or _is_named_tuple(value):
+    if kind in (list, deque, tuple) or (_is_named_tuple(value) and not getattr(value, "__dict__", None)):
         return all(is_transparent(part, seen) for part in value)
-    if dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, (list, dict, tuple)):
         names = {field.name for field in dataclasses.fields(value)}
         return set(getattr(value, "__dict__", names)) <= names and all(
             is_transparent(getattr(value, name), seen) for name in names if hasattr(value, name)
@@ -303,6 +303,14 @@ class _Hooked:
         if original is not None and original.is_leaf and is_same_memory(tensor, original):
             return original
         return self._place.put(tensor)
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy in memory of the same order, so that what is computed from it is the same to the last bit."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.clone()
+    copied = tensor.clone()
+    return copied if copied.stride() == tensor.stride() else with_stride(copied, tensor.stride())
 
 
 def with_stride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -8,13 +8,14 @@ decides about both alike.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recollect._inputs import by_hand, find_tensors
+from recollect._inputs import by_hand, copy_of, with_stride
 from recollect._torch import Hooks, storage_key, version_of
 
 
@@ -34,11 +35,14 @@ class Kept:
     # Defaults on the class: most of them are never set, and there is one object per kept tensor.
     _unpack: Callable[[Any], Tensor] | None = None
     _device: torch.device | None = None  # where a copy on the host goes back to
-    _held: Tensor | None = None  # what is held here of the original's own memory
+    _stride: tuple[int, ...] | None = None  # the order of memory, which hooks may not keep
+    _held: Any = None  # what is held of the original's own memory, by hooks through a weak reference
     _aliases: tuple[tuple[Tensor, int], ...] = ()  # over the same memory, with version counters of their own
     _reshapes = 0  # how often the original was given another shape in place
     call = 0  # which call of its operator it is from
+    packed = 0  # how many tensors its region had packed by then
     after: Any = None  # the random state after the call whose result this is, where it may have drawn
+    copies_on_write = False  # if the region itself is about to change the original
     changed_by = ""  # who changed it in place, in words, where that was seen
 
     def __init__(
@@ -51,6 +55,8 @@ class Kept:
         self._version = version_of(value)
         if hooks is not None:
             pack, self._unpack = hooks
+            dense = type(value) is Tensor and value.layout is torch.strided and not value.is_nested
+            self._stride = value.stride() if dense else None
             by_hand.packing = True
             try:
                 with torch.no_grad():  # as around autograd's own calls of a pack hook
@@ -60,14 +66,10 @@ class Kept:
         elif on_host and value.device.type not in ("cpu", "meta"):
             self._device = value.device
             self._packed = _to_host(value)
-        if is_private or self._device is not None:
             return
-        if self._packed is value:
-            self._held = value
-        else:  # hooks that do not copy, such as save_on_cpu for a tensor that is there already
-            memory = storage_key(value)
-            parts = find_tensors((self._packed,), {})[0]
-            self._held = next((part for part in parts if storage_key(part) == memory), None)
+        if not is_private:
+            # Hooks may hold the very tensor, or a copy: as long as it is there, its version counts.
+            self._held = value if self._packed is value else weakref.ref(value)
 
     @property
     def val(self) -> Any:
@@ -77,7 +79,10 @@ class Kept:
     def get(self) -> Any:
         if self._unpack is not None:
             with torch.no_grad():
-                return self._unpack(self._packed)
+                value = self._unpack(self._packed)
+                if self._stride is not None and value.stride() != self._stride:
+                    value = with_stride(value, self._stride)  # random operators draw in the order of memory
+                return value
         if self._device is not None:
             return self._packed.to(self._device, non_blocking=True)
         return self._packed
@@ -91,20 +96,25 @@ class Kept:
         """Whether the original was changed in place since, and with it what is kept."""
         if self.changed_by:
             return True
-        if self._held is None:
+        held = self._original()
+        if held is None:
             return False
-        moves = version_of(self._held) - self._version + sum(version_of(one) - then for one, then in self._aliases)
+        moves = version_of(held) - self._version + sum(version_of(one) - then for one, then in self._aliases)
         return moves != self._reshapes
 
     def may_be_changed_in_replay(self, value: Tensor) -> bool:
-        """Whether `value`, which `get` gave, is what is kept itself, and not of the original's memory.
+        """Whether `value`, which `get` gave, may be a copy of the original that is kept itself.
 
-        A change of the original does not matter then, and the replay will change this in place as the forward did.
+        Then a change of the original did not matter, and the replay will change this in place as the forward did.
         """
-        if self._held is not None:
-            return False
-        memory = storage_key(value)
-        return any(storage_key(part) == memory for part in find_tensors((self._packed,), {})[0])
+        return self._device is None and not isinstance(self._held, Tensor) and not self.needs_replay
+
+    def make_private(self) -> None:
+        """Keep a copy from now on: the original is about to be changed."""
+        held = self._original()
+        if held is not None and held is self._packed:
+            self._packed = copy_of(held)
+            self._held = None
 
     def also_held_by(self, alias: Tensor) -> None:
         """Watch another tensor over the same memory, which does not share the version counter."""
@@ -113,10 +123,17 @@ class Kept:
     def is_reshaped(self) -> None:
         """The original is being given another shape in place: that counts as a version and leaves the values."""
         self._reshapes += 1
+        held = self._original()
+        if held is not None:  # told to a region around, if it is the one that holds it
+            held.expected_version = version_of(held) + 1  # type: ignore[attr-defined]
 
     def memory(self) -> int | None:
         """The key of the memory that is held here and that a change in place would reach, if there is any."""
-        return None if self._held is None else storage_key(self._held)
+        held = self._original()
+        return None if held is None else storage_key(held)
+
+    def _original(self) -> Tensor | None:
+        return self._held() if isinstance(self._held, weakref.ref) else self._held
 
 
 def _to_host(tensor: Tensor) -> Tensor:

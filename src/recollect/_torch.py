@@ -310,6 +310,10 @@ class OperatorMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
 
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -378,6 +382,19 @@ def wait_for(arguments: Iterable[Any]) -> None:
             wait()
 
 
+def operator_from_name(name: str) -> Any:
+    """The operator whose name `str` gives: "aten.mm.default", "flex_attention"."""
+    space, _, rest = name.rpartition(".")[0].partition(".") if "." in name else ("higher_order", "", name)
+    found = getattr(getattr(torch.ops, space), rest)
+    return getattr(found, name.rpartition(".")[2]) if "." in name else found
+
+
+def is_default_generator(generator: Any) -> bool:
+    """Whether it is one that operators draw from when they are given none. Inside an operator it is another object."""
+    defaults: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
+    return generator._cdata in [one._cdata for one in defaults]
+
+
 def packet_of(operator: Any) -> Any:
     """The packet of an overload; a higher-order operator stands for itself."""
     return getattr(operator, "overloadpacket", operator)
@@ -423,7 +440,12 @@ def makes_from_nothing(operator: Any) -> bool:
 def changes_arguments(operator: Any) -> bool:
     """Whether an operator writes to a tensor that it is given."""
     schema = getattr(operator, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
+    return schema is not None and (bool(schema.is_mutable) or _hides_its_writes(operator))
+
+
+def _hides_its_writes(operator: Any) -> bool:
+    """The collectives of `torch.distributed` write to their arguments, and their schemas do not say so."""
+    return getattr(operator, "namespace", "") == "c10d"
 
 
 def only_reshapes(operator: Any) -> bool:
@@ -437,14 +459,15 @@ def written_arguments(operator: Any) -> list[tuple[int, str]]:
     return [
         (position, argument.name)
         for position, argument in enumerate(schema.arguments if schema is not None else ())
-        if argument.alias_info is not None and argument.alias_info.is_write
+        if _hides_its_writes(operator) or (argument.alias_info is not None and argument.alias_info.is_write)
     ]
 
 
 def gives_views(operator: Any) -> bool:
-    """Whether an operator's result is a view of its argument."""
+    """Whether an operator's result is a view of its argument, said or unsaid."""
     schema = getattr(operator, "_schema", None)
-    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+    says_so = schema is not None and any(result.alias_info is not None for result in schema.returns)
+    return says_so or operator in _UNSAID_VIEWS
 
 
 def decides_nothing_new(operator: Any) -> bool:
@@ -497,15 +520,8 @@ METADATA_OPERATORS = frozenset(
     )
 )
 # Their result is over the memory of their argument, and neither their schema nor the version counter says so.
-SHARES_UNSAID = frozenset(
-    find_operators(
-        (
-            "aten._unsafe_view",
-            "aten.unsafe_split",
-            "aten.unsafe_split_with_sizes",
-            "aten.unsafe_chunk",
-            "_c10d_functional.wait_tensor",
-        )
-    )
+_UNSAID_VIEWS = frozenset(
+    find_operators(("aten._unsafe_view", "aten.unsafe_split", "aten.unsafe_split_with_sizes", "aten.unsafe_chunk"))
 )
+SHARES_UNSAID = _UNSAID_VIEWS | frozenset(find_operators(("_c10d_functional.wait_tensor",)))
 CAST = torch.ops.aten._to_copy.default

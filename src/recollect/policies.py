@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from recollect._torch import decides_nothing_new, find_operators, is_pointwise, makes_from_nothing
-from recollect.policy import Asked, Decision, Policy, Question, Save, _Operators
+from recollect.policy import Asked, Decision, Policy, Question, SaveOrCopy, _Operators
 
 __all__ = [
     "save_attention",
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def _save(name: str, operators: tuple[str, ...]) -> Policy:
-    return _Operators(dict.fromkeys(find_operators(operators), Save()), f"recollect.policies.{name}")
+    return _Operators(dict.fromkeys(find_operators(operators), SaveOrCopy()), f"recollect.policies.{name}")
 
 
 save_matmuls = _save(
@@ -37,6 +37,7 @@ save_matmuls = _save(
         "aten.dot",
         "aten.vdot",
         "aten.linear",
+        "aten.matmul",
         "aten._int_mm",
         "aten._scaled_mm",
         "aten._scaled_mm_v2",
@@ -93,7 +94,7 @@ save_nothing: Policy = _Nothing()
 def _everything_but_pointwise(what: Any, question: Question) -> Decision | None:
     if isinstance(what, str) or is_pointwise(what) or decides_nothing_new(what) or makes_from_nothing(what):
         return None
-    return Save()
+    return SaveOrCopy()
 
 
 class _ButPointwise(Asked):

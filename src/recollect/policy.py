@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from recollect import _errors
-from recollect._torch import operator_name, overloads_of, packet_of
+from recollect._torch import operator_from_name, operator_name, overloads_of, packet_of
 
 T = TypeVar("T")
 
@@ -49,6 +49,15 @@ class Save:
     def __post_init__(self) -> None:
         if self.on_mutation not in _ON_MUTATION:
             raise _errors.not_one_of("on_mutation", self.on_mutation, _ON_MUTATION)
+
+
+class SaveOrCopy(Save):
+    """`Save`, for operators that the user did not choose one by one: what the region itself changes is copied first."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "Save()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +166,10 @@ class _Operators(Policy):
     def decide(self, what: Any, question: Question) -> Decision | None:
         return self._decisions.get(what) if not isinstance(what, str) else None
 
+    def __reduce__(self) -> Any:  # operators themselves cannot be pickled
+        by_name = {str(operator): decision for operator, decision in self._decisions.items()}
+        return _operators_by_name, (by_name, self._label)
+
     def unmatched(self) -> list[str]:
         packets: dict[str, list[Any]] = {}
         for operator in self._decisions:
@@ -168,6 +181,10 @@ class _Operators(Policy):
 
     def __repr__(self) -> str:
         return self._label
+
+
+def _operators_by_name(decisions: Mapping[str, Decision], label: str) -> _Operators:
+    return _Operators({operator_from_name(name): decision for name, decision in decisions.items()}, label)
 
 
 class _Names(Policy):

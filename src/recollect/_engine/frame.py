@@ -292,7 +292,7 @@ def run_region(
             version = tensor._version
         except RuntimeError:
             version = 0
-        if version and version != replay.versions.get(slot, 0):
+        if version and version != replay.versions.get(slot, 0) and version != getattr(tensor, "expected_version", 0):
             details = describe_difference(frame, replay)
             raise _errors.saved_tensor_changed(frame.region(), slot, tensor, current_node(), details)
         return tensor
@@ -345,9 +345,10 @@ def _call_in_contexts(
                 result = frame.function(*args, **kwargs)
             except BaseException as error:
                 raised = error
-                if mode is not None and mode.refused is not None:
-                    raised = mode.refused
-                    raise raised from None
+                refused = getattr(scope.mode, "refused", None)
+                if refused is not None and isinstance(error, TypeError):
+                    raised = refused
+                    raise refused from None
                 raise
         if raised is not None:
             raise _errors.context_suppressed(frame.region()) from raised
@@ -355,7 +356,7 @@ def _call_in_contexts(
             tell_if_useless(policy, scope)
     finally:
         raised = None  # a traceback that holds this frame must not be held by it
+        if scope.mode is not None:
+            scope.mode.refused = None
         scope.mode = None  # it holds the scope
-        if mode is not None:
-            mode.refused = None
     return result

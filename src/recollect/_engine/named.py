@@ -21,8 +21,10 @@ Kept tensors pass the hooks around the frame (`_stores.py`). So a region around 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +34,7 @@ from recollect._ambient import RandomState
 from recollect._engine.frame import run_region
 from recollect._engine.scope import Scope, here
 from recollect._engine.selective import ask
-from recollect._inputs import by_hand, find_tensors, is_transparent, rebuild, versions_of, with_stride
+from recollect._inputs import by_hand, copy_of, find_tensors, is_transparent, rebuild, versions_of, with_stride
 from recollect._stores import Kept, Slot
 from recollect._torch import (
     Hooks,
@@ -81,16 +83,25 @@ def region(name: str, function: Callable[P, R]) -> Callable[P, R]:
     if not callable(function):
         raise _errors.not_callable("function", function)
 
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    return _Region(name, function)
+
+
+class _Region(Generic[P, R]):
+    """A function with a name. An object and no closure, so that a copy of a model has a copy of the module inside."""
+
+    def __init__(self, name: str, function: Callable[P, R]) -> None:
+        self.__name__ = name
+        self.__wrapped__ = function
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         scope = here.scope
         if scope is None or scope.policy is None:
-            return function(*args, **kwargs)
-        result: R = _decided_call(scope, name, function, args, kwargs)
+            return self.__wrapped__(*args, **kwargs)
+        result: R = _decided_call(scope, self.__name__, self.__wrapped__, args, kwargs)
         return result
 
-    call.__name__ = name
-    call.__wrapped__ = function  # type: ignore[attr-defined]
-    return call
+    def __repr__(self) -> str:
+        return f"recollect.region({self.__name__!r}, {self.__wrapped__!r})"
 
 
 class _Mark:
@@ -310,7 +321,10 @@ def _is_plain_view(tensor: Tensor, of: Tensor) -> bool:
 
 def _covers(argument: Tensor, tensor: Tensor) -> bool:
     """Whether an argument without gaps holds all the memory of `tensor`, a view of the same base."""
-    if not _is_plain_view(tensor, argument) or not argument.is_contiguous() or not tensor.numel():
+    if not _is_plain_view(tensor, argument) or not tensor.numel() or not argument.numel():
+        return False
+    span = 1 + sum((size - 1) * stride for size, stride in zip(argument.shape, argument.stride(), strict=True))
+    if span != argument.numel():
         return False
     first = tensor.storage_offset() - argument.storage_offset()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -340,17 +354,21 @@ def _keep(
     if around is not None and around[0] is scope.pack:  # else the function has pushed hooks of its own: they decide
         hooks = _hooks_inside(scope, kept, tensors, around, on_host=on_host)
         around = frame.around
-    given = list(tensors)
+    given, contents = list(tensors), None if flat else _contents((args, kwargs))
     try:
         result = _call_within(scope, hooks, function, args, kwargs)
     finally:
         tensors.clear()  # the hooks, which have it, live as long as the graph
-    kept.changes_arguments = versions_of(given) != versions or not (flat or _are_same(given, args, kwargs))
+    kept.changes_arguments = versions_of(given) != versions or (
+        contents is not None and not _are_same(contents, _contents((args, kwargs)))
+    )
     if scope.following:
         keeps = mark.packs_outputs
     else:
         mark.after = scope.position
-        keeps = not kept.changes_arguments and kept.may_be_reached() and not _aliases(given, result)
+        # Where random numbers are not preserved, running it again would draw others.
+        may_be_reached = kept.may_be_reached() or not frame.options.preserve_rng_state
+        keeps = not kept.changes_arguments and may_be_reached and not _aliases(given, result)
         mark.packs_outputs = keeps
     if keeps:
         kept.outputs = _kept_result(scope, result, given, around, on_host=on_host)
@@ -361,9 +379,25 @@ def _keep(
     return result
 
 
-def _are_same(tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the containers of a call hold the same tensors as before it."""
-    return list(map(id, tensors)) == list(map(id, find_tensors(args, kwargs)[0]))
+def _contents(value: Any, seen: set[int] | None = None) -> list[Any]:
+    """All that the containers in `value` hold, in order."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return []
+    if isinstance(value, dict):
+        parts: Iterable[Any] = (*value.keys(), *value.values())
+    elif isinstance(value, (list, tuple, deque)):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = vars(value).values() if hasattr(value, "__dict__") else ()
+    else:
+        return [value]
+    seen.add(id(value))
+    return [one for part in parts for one in _contents(part, seen)]
+
+
+def _are_same(before: list[Any], after: list[Any]) -> bool:
+    return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
 
 
 def _hooks_inside(scope: Scope, kept: _KeptRegion, tensors: list[Tensor], outside: Hooks, *, on_host: bool) -> Hooks:
@@ -402,12 +436,17 @@ def _hooks_inside(scope: Scope, kept: _KeptRegion, tensors: list[Tensor], outsid
 
 
 def _is_odd(tensor: Tensor) -> bool:
-    """Whether it is a view that was made without grad of something that needs it: that cannot be made otherwise."""
-    return tensor._base is not None and tensor.is_leaf and tensor.requires_grad
+    """Whether it cannot be made otherwise, or changes unseen.
+
+    A view that was made without grad of something that needs it; a tensor made in inference mode.
+    """
+    return tensor.is_inference() or (tensor._base is not None and tensor.is_leaf and tensor.requires_grad)
 
 
 def _aliases(arguments: list[Tensor], result: Any) -> bool:
     """Whether an output shares memory with an argument that it is not, or with another output, or cannot be told to."""
+    if any(argument.is_inference() for argument in arguments):
+        return True
     if isinstance(result, Tensor):
         if any(result is argument for argument in arguments):
             return False
@@ -445,7 +484,7 @@ def _kept_output(scope: Scope, tensor: Tensor, around: Hooks | None, on_host: bo
         return _Output(Kept(tensor), needs_grad=False)
     if scope.watch is not None:
         scope.watch(tensor, "offloaded" if on_host else "kept")
-    return _Output(Kept(_without_history(tensor), on_host=on_host, hooks=around), needs_grad)
+    return _Output(Kept(tensor.detach(), on_host=on_host, hooks=around), needs_grad)
 
 
 # --- In the replay ---
@@ -500,9 +539,11 @@ def _hand_out(outputs: Any, tensors: list[Tensor], path: str) -> Any:
             raise _errors.SavedTensorChangedError
         value: Tensor = kept.get()
         if graph_is_kept() and kept.may_be_changed_in_replay(value):
-            value = value.clone()
+            value = copy_of(value)
         if output.needs_grad:
             value = as_inner_result(value, tensors, _errors.served_from_memory(path))
+        elif not value.requires_grad:
+            value = value.detach()  # the caller may do to it what it likes
         made[id(output)] = value
         return value
 

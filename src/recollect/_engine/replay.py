@@ -39,12 +39,13 @@ from torch import (
 from recollect import _errors
 from recollect._ambient import Undo, restore, undo_all
 from recollect._engine.scope import Scope, here
-from recollect._engine.selective import replay_mode
+from recollect._engine.selective import let_go, replay_mode
 from recollect._errors import Signature
 from recollect._inputs import Arguments, by_hand
 from recollect._stores import Slot
 from recollect._torch import (
     current_group,
+    graph_is_kept,
     may_be_unfilled,
     pop_hooks_of,
     push_hooks,
@@ -181,6 +182,8 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             pairs = enumerate(zip(signatures, found, strict=False))
             mismatches = [(i, then, now) for i, (then, now) in pairs if now is not None and now != then]
     replay.stopped = state == _COMPLETE
+    if finished and (frame.kept_outputs or frame.kept_regions) and not graph_is_kept():
+        let_go(frame)
     if frame.kept_regions is not None:
         for region in frame.kept_regions.values():
             if not region.replay_ended(len(tensors)) and finished:

@@ -25,7 +25,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from torch import Tensor
 from recollect import _errors
 from recollect._ambient import RandomState, get_cpu_state, set_cpu_state
 from recollect._engine.scope import Scope, here
-from recollect._inputs import find_tensors, rebuild
+from recollect._inputs import copy_of, find_tensors, rebuild
 from recollect._stores import Kept
 from recollect._torch import (
     CAST,
@@ -45,18 +45,23 @@ from recollect._torch import (
     dropout_argument,
     gives_views,
     graph_is_kept,
+    is_default_generator,
     is_operator,
     is_packet,
     level_of_user_code,
     may_draw,
     only_reshapes,
     operator_name,
+    set_grad_enabled,
     storage_key,
     wait_for,
     written_arguments,
 )
 from recollect._verify import user_code
-from recollect.policy import Decision, Offload, Policy, Question, Recompute, Save
+from recollect.policy import Decision, Offload, Policy, Question, Recompute, Save, SaveOrCopy
+
+if TYPE_CHECKING:
+    from recollect._engine.frame import Frame
 
 
 class _Kind:
@@ -115,19 +120,27 @@ def _keep_results(
         if watch is not None:
             watch(value, "offloaded" if on_host else "kept")
         if copies:
-            return Kept(value.clone(), hooks=hooks, is_private=True)
+            return Kept(copy_of(value), hooks=hooks, is_private=True)
         return Kept(detach_below_autograd(value), on_host=on_host, hooks=hooks)
 
     kept = keep(result) if isinstance(result, Tensor) else rebuild_results(result, keep)
-    # A generator that the function itself passes on is the user's to preserve.
-    if kind.draws and kwargs.get("generator") is None and not _switched_off(kind, args, kwargs):
+    if isinstance(decision, SaveOrCopy):
+        for one in kepts_in(kept):
+            one.copies_on_write = True
+    if scope is not None:
         first = next(kepts_in(kept), None)
-        if first is not None and scope is not None:
-            first.after = RandomState.like(scope.frame.ambient)
+        if first is not None:
+            first.packed = scope.packed()
+            if kind.draws and not _switched_off(kind, args, kwargs):
+                first.after = RandomState.like(scope.frame.ambient)
     return kept
 
 
 def _switched_off(kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator that may draw does not, or draws from a generator that is the user's to preserve."""
+    generator = kwargs.get("generator")
+    if generator is not None and not is_default_generator(generator):
+        return True
     if kind.dropout is None:
         return False
     position, name = kind.dropout
@@ -152,14 +165,20 @@ def kepts_in(kept: Any) -> Iterator[Kept]:
 Fetched = dict[Kept, Any]
 
 
-def _fetch(calls: Iterable[list[Any]]) -> Fetched:
+def _fetch(kept: Mapping[Any, list[Any]]) -> Fetched:
     """The values that only the replay of a region around can give.
 
     They are fetched before this region's replay begins: inside a dispatch mode autograd is switched off, and a
     backward inside the function would count as another pass.
     """
-    needed = [one for some in calls for call in some for one in kepts_in(call) if one.needs_replay]
-    return {one: one.get() for one in needed}
+    fetched: Fetched = {}
+    for operator, calls in kept.items():
+        for one in (one for call in calls for one in kepts_in(call) if one.needs_replay):
+            try:
+                fetched[one] = one.get()
+            except _errors.SavedTensorChangedError:
+                raise _errors.kept_output_changed(operator_name(operator), one.changed_by) from None
+    return fetched
 
 
 def _hand_out(operator: Any, kept: Any, fetched: Fetched, *, again: bool, may_be_changed: bool = False) -> Any:
@@ -176,7 +195,7 @@ def _hand_out(operator: Any, kept: Any, fetched: Fetched, *, again: bool, may_be
         value = fetched.pop(one) if one in fetched else one.get()
         if again and isinstance(value, Tensor):
             # A version counter of its own: what the replay does to it in place, the forward did too, and was judged.
-            return value.clone() if one.may_be_changed_in_replay(value) else value.detach()
+            return copy_of(value) if one.may_be_changed_in_replay(value) else value.detach()
         return value
 
     return give(kept) if isinstance(kept, Kept) else rebuild(kept, Kept, give)
@@ -212,6 +231,8 @@ class _Watch:
         for one in self._over(written):
             if kind.reshapes:
                 one.is_reshaped()
+            elif one.copies_on_write:
+                one.make_private()
             elif not one.changed_by:
                 lines = user_code(sys._getframe(2))[1]
                 place = f" at {lines[-1]}" if lines else ""
@@ -255,6 +276,8 @@ class Keeping(OperatorMode):
         kwargs = kwargs or {}
         kind = _kinds[func]
         if kind.only_reads or self.paused or (kind.is_cast and _is_cached(args, kwargs)):
+            if kind.writes:
+                self._watch.writes(func, kind, args, kwargs)
             return func(*args, **kwargs)
         table, policy = self._table, self._policy
         decision = table.get(func) if table is not None else self._decide(func, args, kwargs)
@@ -300,14 +323,15 @@ class Keeping(OperatorMode):
 class Serving(OperatorMode):
     """Around a replay: hands out what the forward kept."""
 
-    def __init__(self, kept: dict[Any, list[Any]], region: Callable[[], str], *, finished: bool) -> None:
+    def __init__(self, scope: Scope, kept: dict[Any, list[Any]]) -> None:
         super().__init__()
         self._kept = kept
-        self._region = region
-        self._finished = finished
+        self._region = scope.frame.region
+        self._finished = scope.frame.finished
+        self._packed = scope.packed
         self._calls: dict[Any, int] = defaultdict(int)
         self._again = graph_is_kept()
-        self._fetched = _fetch(kept.values())
+        self._fetched = _fetch(kept)
         self.paused = False
 
     def __torch_dispatch__(
@@ -326,6 +350,9 @@ class Serving(OperatorMode):
         kept = calls[index]
         if kept is None or kept is _GONE:
             return func(*args, **kwargs)
+        first = next(kepts_in(kept), None)
+        if self._finished and first is not None and first.packed != self._packed():
+            raise _errors.called_elsewhere(self._region(), operator_name(func))
         if types:
             wait_for(args)
         if not self._again:
@@ -337,9 +364,12 @@ def ask(scope: Scope, policy: Policy, what: Any, args: tuple[Any, ...], kwargs: 
     """A policy's decision. What a policy computes or draws for it is seen by no region: replays do not ask again."""
     random_state = get_cpu_state()
     paused = () if scope.around is None and scope.frame.trace is None else scope.pause()
+    grad_is_on = torch.is_grad_enabled()
+    set_grad_enabled(False)  # autograd would save for what it computes
     try:
         return policy.decide(what, Question(args, kwargs, scope.path))
     finally:
+        set_grad_enabled(grad_is_on)
         for mode in paused:
             mode.paused = False
         set_cpu_state(random_state)
@@ -367,10 +397,19 @@ def replay_mode(scope: Scope) -> Serving | None:
         return None
     if policy.table is None:
         scope.position += 1  # the decisions of the forward, which are not needed here
-    if not any(call is not None for calls in frame.kept_outputs.values() for call in calls):
+    kept = {op: calls for op, calls in frame.kept_outputs.items() if any(call is not None for call in calls)}
+    if not kept:
         return None
-    mode = scope.mode = Serving(frame.kept_outputs, frame.region, finished=frame.finished)
+    mode = scope.mode = Serving(scope, kept)
     return mode
+
+
+def let_go(frame: Frame) -> None:
+    """Let go of what was kept: a replay has ended, for a backward that does not retain the graph."""
+    for calls in (frame.kept_outputs or {}).values():
+        calls[:] = [None if call is None else _GONE for call in calls]
+    for region in (frame.kept_regions or {}).values():
+        region.outputs = None
 
 
 def tell_if_useless(policy: Policy, scope: Scope) -> None:
@@ -477,10 +516,7 @@ class _CachingTorchDispatchMode(OperatorMode):
         self._watch = _Watch()
         self._scope: Scope | None = None
         self.paused = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
+        self.refused: TypeError | None = None
 
     def __enter__(self) -> Any:
         if self._calls:
@@ -516,8 +552,12 @@ class _CachingTorchDispatchMode(OperatorMode):
             decision: Decision = _SAVE if func in policy.operators else _RECOMPUTE
         else:
             context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
-            decision = _verdict(policy(context, func, *args, **kwargs))
-        if kind.is_kept and type(decision) is not Recompute:
+            try:
+                decision = _verdict(policy(context, func, *args, **kwargs))
+            except TypeError as error:
+                self.refused = error  # see Keeping
+                raise
+        if kind.is_kept and type(decision) is not Recompute and result != []:
             kept = _keep_results(self._scope, kind, args, kwargs, result, decision)
             for one in kepts_in(kept):
                 one.call = call
@@ -543,19 +583,21 @@ class _CachedTorchDispatchMode(OperatorMode):
         self._calls: dict[Any, int] = defaultdict(int)
         self._replays = 0
         self._fetched: Fetched = {}
+        self._scope: Scope | None = None
         self.paused = False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __enter__(self) -> Any:
         self._calls.clear()
         self._replays += 1
-        self._fetched = _fetch(self.storage.values())
-        if here.scope is not None:
-            here.scope.mode = self
+        self._fetched = _fetch(self.storage)
+        self._scope = here.scope
+        if self._scope is not None:
+            self._scope.mode = self
         return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._scope = None
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -575,7 +617,8 @@ class _CachedTorchDispatchMode(OperatorMode):
             return func(*args, **kwargs)
         saves = type(decision) is not Recompute
         entries = self.storage.get(func)
-        if not entries or next(kepts_in(entries[0])).call != call:
+        first = next(kepts_in(entries[0])) if entries else None
+        if not entries or first is None or first.call != call:
             if saves:
                 raise (
                     _errors.backward_again(operator_name(func))
@@ -585,6 +628,8 @@ class _CachedTorchDispatchMode(OperatorMode):
             return func(*args, **kwargs)
         if not saves:
             raise _errors.kept_in_vain(operator_name(func))
+        if self._scope is not None and self._scope.frame.finished and first.packed != self._scope.packed():
+            raise _errors.called_elsewhere(self._scope.frame.region(), operator_name(func))
         kept = entries.pop(0)
         if types:
             wait_for(args)
