@@ -8,6 +8,7 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -55,6 +56,35 @@ def w():
 
 
 # --- Operators ---
+
+
+@pytest.fixture
+def one_process():
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_a_collective_that_hides_its_write_is_found_out(x, w, one_process):
+    class Reduce(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            torch.distributed.all_reduce(y)
+            return y
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    def function(x, w):
+        return Reduce.apply(x @ w).sin().exp()
+
+    y = checkpoint(function, x, w, policy=save_ops(aten.mm))
+    with pytest.raises(CheckpointError, match=r"aten\.mm .* has been mutated by c10d\.allreduce_"):
+        y.sum().backward()
+    assert_as_plain(function, x, w, policy=policies.save_matmuls)
 
 
 def test_a_replay_that_runs_a_kept_operator_less_often_is_found_out(x, w):
@@ -303,6 +333,18 @@ def test_a_region_that_changes_a_plain_value_in_a_container(x):
         return (region("a", part)(given).cos() * given[1]).exp()
 
     assert_as_plain(block, x, policy=saving("a"))
+
+
+def test_forward_mode_derivatives(x):
+    def block(x):
+        return region("a", torch.sin)(x * 2).sin()
+
+    with fwAD.dual_level():
+        dual = fwAD.make_dual(x, torch.ones_like(x))
+        ours, plain = checkpoint(block, dual, policy=saving("a")), block(dual)
+        assert torch.equal(fwAD.unpack_dual(ours).tangent, fwAD.unpack_dual(plain).tangent)
+        one, other = (torch.autograd.grad(y.sum(), x)[0] for y in (ours, plain))
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("changes", ["the argument", "the result"])

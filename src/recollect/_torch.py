@@ -350,6 +350,11 @@ def as_inner_result(value: torch.Tensor, history: list[torch.Tensor], message: s
     return results[0]
 
 
+def in_dual_level() -> bool:
+    """Whether forward-mode AD is going on: then tensors have tangents, which are not kept."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def graph_is_kept() -> bool:
     """Whether the running backward retains the graph; True outside of any."""
     return graph_task_id() < 0 or bool(_autograd._get_current_graph_task_keep_graph())

@@ -40,6 +40,7 @@ from recollect._torch import (
     Hooks,
     as_inner_result,
     graph_is_kept,
+    in_dual_level,
     pop_hooks_of,
     push_hooks,
     storage_key,
@@ -368,7 +369,7 @@ def _keep(
         mark.after = scope.position
         # Where random numbers are not preserved, running it again would draw others.
         may_be_reached = kept.may_be_reached() or not frame.options.preserve_rng_state
-        keeps = not kept.changes_arguments and may_be_reached and not _aliases(given, result)
+        keeps = not kept.changes_arguments and may_be_reached and not in_dual_level() and not _aliases(given, result)
         mark.packs_outputs = keeps
     if keeps:
         kept.outputs = _kept_result(scope, result, given, around, on_host=on_host)

@@ -557,7 +557,8 @@ class _CachingTorchDispatchMode(OperatorMode):
             except TypeError as error:
                 self.refused = error  # see Keeping
                 raise
-        if kind.is_kept and type(decision) is not Recompute and result != []:
+        is_empty = isinstance(result, (list, tuple)) and not result
+        if kind.is_kept and type(decision) is not Recompute and not is_empty:
             kept = _keep_results(self._scope, kind, args, kwargs, result, decision)
             for one in kepts_in(kept):
                 one.call = call
