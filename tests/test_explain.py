@@ -817,3 +817,24 @@ def test_the_current_gpus_generator_is_put_back_where_no_argument_is_there():
     torch.cuda.manual_seed(3)
     explain(lambda x: x.cuda() * torch.rand(8, device="cuda"), leaf(8))
     assert torch.equal(torch.rand(3, device="cuda"), expected)
+
+
+@pytest.mark.parametrize("make", [lambda module: module, lambda module: module.forward], ids=["module", "method"])
+def test_what_remat_made_is_explained_as_its_region(make):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+    x = torch.ones(2, 4, requires_grad=True)
+    policy = recollect.save_ops(torch.ops.aten.addmm)
+    direct = recollect.explain(make(module), x, policy=policy)
+    assert recollect.explain(recollect.remat(make(module), policy=policy), x).totals == direct.totals
+    assert direct.totals["kept"]
+    assert not recollect.explain(
+        recollect.remat(make(module), policy=policy), x, policy=recollect.policies.save_nothing
+    ).totals["kept"]
+
+
+def test_a_decorated_function_is_explained_as_its_region():
+    @recollect.remat(policy=recollect.save_ops(torch.ops.aten.exp))
+    def function(x):
+        return x.exp().sin().exp()
+
+    assert recollect.explain(function, torch.ones(3, requires_grad=True)).totals["kept"]

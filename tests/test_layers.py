@@ -23,7 +23,7 @@ LAYERS = [
     ["recollect.dropin", "recollect.explain"],
     ["recollect.policies", "recollect._checkpoint"],
     ["recollect._engine"],
-    ["recollect._engine.named"],
+    ["recollect._engine.named", "recollect._engine.caching", "recollect._watcher"],
     ["recollect._engine.frame"],
     ["recollect._engine.replay", "recollect._engine.reentrant"],
     ["recollect._engine.selective"],

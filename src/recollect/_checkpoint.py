@@ -297,13 +297,13 @@ class _Rematted:
         functools.update_wrapper(self, function, updated=())
         if not hasattr(function, "__name__"):  # a module or a partial
             self.__name__ = self.__qualname__ = type(function).__name__
-        self._options = options
+        self.recollect_options = options
         self._context_fn = context_fn
 
     __wrapped__: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _run(self.__wrapped__, args, kwargs, self._options, self._context_fn)
+        return _run(self.__wrapped__, args, kwargs, self.recollect_options, self._context_fn)
 
     def __repr__(self) -> str:
         return f"recollect.remat({self.__wrapped__!r})"
@@ -403,6 +403,7 @@ def remat(
         def region(*args: Any, **kwargs: Any) -> Any:
             return _run(function, args, kwargs, options, context_fn)
 
+        region.recollect_options = options  # type: ignore[attr-defined]
         return region
 
     return decorate if function is None else decorate(function)

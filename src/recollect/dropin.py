@@ -21,9 +21,7 @@ from recollect._checkpoint import (
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
 )
-from recollect._engine.groups import GraphExecGroup
-from recollect._engine.reentrant import CheckpointFunction, check_backward_validity, detach_variable
-from recollect._engine.selective import (
+from recollect._engine.caching import (
     SAC_IGNORED_OPS,
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -31,6 +29,8 @@ from recollect._engine.selective import (
     _CachingTorchDispatchMode,
     create_selective_checkpoint_contexts,
 )
+from recollect._engine.groups import GraphExecGroup
+from recollect._engine.reentrant import CheckpointFunction, check_backward_validity, detach_variable
 from recollect._errors import CheckpointError
 
 __all__ = [

@@ -1,0 +1,256 @@
+"""Selective checkpointing as `torch.utils.checkpoint` has it: two dispatch modes that programs know by name.
+
+They ask the policy in both passes, refuse where the answers differ, and serve one backward. What is kept, handed
+out and noticed is as in selective.py.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from recollect import _errors
+from recollect._engine.scope import Scope, here
+from recollect._engine.selective import (
+    Changes,
+    Fetched,
+    fetch,
+    hand_out,
+    is_cached,
+    keep_results,
+    kepts_in,
+    kinds,
+)
+from recollect._torch import METADATA_OPERATORS, OperatorMode, is_operator, is_packet, operator_name, wait_for
+from recollect.policy import Decision, Offload, Recompute, Save
+
+
+class CheckpointPolicy(enum.Enum):
+    """What a drop-in policy answers. `MUST_*` may not be overridden by a compiler."""
+
+    MUST_SAVE = 0
+    PREFER_SAVE = 1
+    MUST_RECOMPUTE = 2
+    PREFER_RECOMPUTE = 3
+    MUST_CPU_OFFLOAD = 4
+    PREFER_CPU_OFFLOAD = 5
+
+
+class SelectiveCheckpointContext:
+    """What a drop-in policy is told: `is_recompute`, whether this is the replay; `op_output`, in the forward."""
+
+    __slots__ = ("is_recompute", "op_output")
+
+    def __init__(self, *, is_recompute: bool, op_output: Any = None) -> None:
+        self.is_recompute = is_recompute
+        self.op_output = op_output
+
+
+SAC_IGNORED_OPS: set[Any] = set(METADATA_OPERATORS)
+
+_SAVE, _RECOMPUTE = Save(), Recompute()
+_VERDICTS: dict[str, Decision] = {
+    "MUST_SAVE": _SAVE,
+    "PREFER_SAVE": _SAVE,
+    "MUST_RECOMPUTE": _RECOMPUTE,
+    "PREFER_RECOMPUTE": _RECOMPUTE,
+    "MUST_CPU_OFFLOAD": Offload(),
+    "PREFER_CPU_OFFLOAD": Offload(),
+}
+
+
+def _verdict(answer: Any) -> Decision:
+    """A drop-in policy's answer as a decision. Torch's own enum has members of the same names."""
+    if isinstance(answer, enum.Enum) and answer.name in _VERDICTS:
+        return _VERDICTS[answer.name]
+    if isinstance(answer, bool):
+        return _VERDICTS["MUST_SAVE" if answer else "PREFER_RECOMPUTE"]
+    raise TypeError(
+        f"a selective checkpointing policy must return a CheckpointPolicy or a bool, "
+        f"got {_errors.describe_value(answer)}"
+    )
+
+
+class _ListPolicy:
+    """The policy that a list of operators means."""
+
+    def __init__(self, operators: Iterable[Any]) -> None:
+        self.operators = frozenset(operators)
+
+    def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in self.operators else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _CachingTorchDispatchMode(OperatorMode):
+    """Around the forward: asks the policy about every operator and keeps the outputs of some in `storage`."""
+
+    def __init__(self, policy_fn: Callable[..., Any], storage: dict[Any, list[Any]]) -> None:
+        super().__init__()
+        self.policy_fn = policy_fn
+        self.storage = storage
+        self._calls: dict[Any, int] = defaultdict(int)
+        self._watch = Changes()
+        self._scope: Scope | None = None
+        self.paused = False
+        self.refused: TypeError | None = None
+
+    def __enter__(self) -> Any:
+        if self._calls:
+            raise _errors.contexts_used_twice()
+        self._scope = here.scope
+        if self._scope is not None:
+            self._scope.mode = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._scope is not None:
+            self._scope.mode = None
+        self._scope = None
+        self._watch = Changes()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = kinds[func]
+        if kind.only_reads or self.paused or (kind.is_cast and is_cached(args, kwargs)):
+            return func(*args, **kwargs)
+        call = self._calls[func]
+        self._calls[func] = call + 1
+        if kind.writes:
+            self._watch.writes(func, kind, args, kwargs)
+        result = func(*args, **kwargs)
+        if kind.shares:
+            self._watch.shares(args, result)
+        policy = self.policy_fn
+        if type(policy) is _ListPolicy:
+            decision: Decision = _SAVE if func in policy.operators else _RECOMPUTE
+        else:
+            context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
+            try:
+                decision = _verdict(policy(context, func, *args, **kwargs))
+            except TypeError as error:
+                self.refused = error  # see Keeping
+                raise
+        is_empty = isinstance(result, (list, tuple)) and not result
+        if kind.is_kept and type(decision) is not Recompute and not is_empty:
+            kept = keep_results(self._scope, kind, args, kwargs, result, decision)
+            for one in kepts_in(kept):
+                one.call = call
+            self._watch.add(kept)
+            self.storage[func].append(kept)
+        return result
+
+
+class _CachedTorchDispatchMode(OperatorMode):
+    """Around the replay: asks the policy again, and hands out of `storage` what the forward kept."""
+
+    def __init__(
+        self,
+        policy_fn: Callable[..., Any],
+        storage: dict[Any, list[Any]],
+        allow_cache_entry_mutation: bool,
+    ) -> None:
+        super().__init__()
+        self.policy_fn = policy_fn
+        self.storage = storage
+        self.allow_cache_entry_mutation = allow_cache_entry_mutation
+        self._context = SelectiveCheckpointContext(is_recompute=True)
+        self._calls: dict[Any, int] = defaultdict(int)
+        self._replays = 0
+        self._fetched: Fetched = {}
+        self._scope: Scope | None = None
+        self.paused = False
+
+    def __enter__(self) -> Any:
+        self._calls.clear()
+        self._replays += 1
+        self._fetched = fetch(self.storage)
+        self._scope = here.scope
+        if self._scope is not None:
+            self._scope.mode = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._scope = None
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = kinds[func]
+        if kind.only_reads or self.paused or (kind.is_cast and is_cached(args, kwargs)):
+            return func(*args, **kwargs)
+        call = self._calls[func]
+        self._calls[func] = call + 1
+        policy = self.policy_fn
+        if type(policy) is _ListPolicy:
+            decision: Decision = _SAVE if func in policy.operators else _RECOMPUTE
+        else:
+            decision = _verdict(policy(self._context, func, *args, **kwargs))
+        if not kind.is_kept:
+            return func(*args, **kwargs)
+        saves = type(decision) is not Recompute
+        entries = self.storage.get(func)
+        first = next(kepts_in(entries[0])) if entries else None
+        if not entries or first is None or first.call != call:
+            if saves:
+                raise (
+                    _errors.backward_again(operator_name(func))
+                    if self._replays > 1
+                    else _errors.not_kept(operator_name(func))
+                )
+            return func(*args, **kwargs)
+        if not saves:
+            raise _errors.kept_in_vain(operator_name(func))
+        if self._scope is not None and self._scope.frame.finished and first.packed != self._scope.packed():
+            raise _errors.called_elsewhere(self._scope.frame.region(), operator_name(func))
+        kept = entries.pop(0)
+        if types:
+            wait_for(args)
+        return hand_out(func, kept, self._fetched, again=False, may_be_changed=self.allow_cache_entry_mutation)
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Callable[..., Any] | list[Any], allow_cache_entry_mutation: bool = False
+) -> tuple[_CachingTorchDispatchMode, _CachedTorchDispatchMode]:
+    """The two contexts of selective checkpointing, for `context_fn`.
+
+    Args:
+        policy_fn_or_list: Operators whose outputs are kept, or a function
+            `policy(ctx, op, *args, **kwargs) -> CheckpointPolicy`, called in both passes.
+        allow_cache_entry_mutation: Hand out kept outputs also if they were changed in place since.
+
+    Returns:
+        A context for the forward and one for the replay, made for one region call.
+
+    Example:
+        >>> import functools, torch
+        >>> from recollect.dropin import checkpoint, create_selective_checkpoint_contexts
+        >>> keep_products = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        >>> x = torch.ones(3, 3, requires_grad=True)
+        >>> y = checkpoint(lambda x: (x.sin() @ x).cos(), x, use_reentrant=False, context_fn=keep_products)
+        >>> y.sum().backward()
+    """
+    if isinstance(policy_fn_or_list, list):
+        operators = policy_fn_or_list
+        for operator in operators:
+            if not is_operator(operator):
+                raise _errors.not_an_overload(operator, is_packet=is_packet(operator))
+        policy_fn: Callable[..., Any] = _ListPolicy(operators)
+    elif callable(policy_fn_or_list):
+        policy_fn = policy_fn_or_list
+    else:
+        raise TypeError(
+            "policy_fn_or_list must be either a function or a list of ops. "
+            f"Got {_errors.describe_value(policy_fn_or_list)}"
+        )
+    storage: dict[Any, list[Any]] = defaultdict(list)
+    return (
+        _CachingTorchDispatchMode(policy_fn, storage),
+        _CachedTorchDispatchMode(policy_fn, storage, allow_cache_entry_mutation),
+    )
