@@ -126,7 +126,8 @@ def _is_parameter(tensor: Tensor) -> bool:
 # --- Watching ---
 
 _OWN_FILES = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# Python in 2.13; in 2.15 it is not, and leaves no frame to be read.
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
 _KEEP = Kept.__init__.__code__
 _CLONE = torch.ops.aten.clone.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default  # torch.tensor([1.0]) ends in it: a view in form, and yet new
