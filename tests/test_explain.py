@@ -258,7 +258,8 @@ def test_a_custom_function_whose_result_is_dropped():
         Scale.apply(x.sin(), 2.0)
         return x + 1
 
-    assert operators_of(explain(function, leaf(8)), "recomputed") == ["Scale.apply"] * 2
+    leaves_a_frame = hasattr(torch.autograd.Function.apply, "__func__")  # else only the graph tells, which is gone
+    assert operators_of(explain(function, leaf(8)), "recomputed") == ["Scale.apply" if leaves_a_frame else "?"] * 2
 
 
 def test_outputs_and_inputs_of_one_operator():

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -20,6 +21,8 @@ def test_the_code_runs_and_prints_what_it_says(capsys, tmp_path):
     printed = re.sub(r"[^\s(]*model\.py:\d+", "model.py:N", capsys.readouterr().out)
     table, error = (re.sub(r"model\.py:\d+", "model.py:N", block) for block in blocks("text")[:2])
     assert error in printed
+    if not torch.__version__.startswith("2.13"):
+        return  # attention consists of other operators there
     lines = iter(printed.splitlines())
     assert all(line in lines for line in table.splitlines() if line != " ... (and so on)")  # in this order
 

@@ -333,6 +333,7 @@ def test_every_way_to_make_a_region_takes_the_contexts(run):
     assert_equal(x.grad, torch.autograd.grad(chain(x).sum(), x)[0])
 
 
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 def test_torchs_own_contexts_work_in_a_region():
     x = leaf(4)
     context_fn = partial(stock.create_selective_checkpoint_contexts, [aten.tanh.default])

@@ -355,6 +355,22 @@ def in_dual_level() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def function_nodes(tensors: Iterable[torch.Tensor]) -> dict[int, str]:
+    """The autograd Functions in the graph of `tensors`, by autograd's number: `Scale.apply`."""
+    found: dict[int, str] = {}
+    waiting = [tensor.grad_fn for tensor in tensors]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            found[node._sequence_nr()] = f"{type(node).__name__.removesuffix('Backward')}.apply"
+        waiting += [following for following, _ in node.next_functions]
+    return found
+
+
 def graph_is_kept() -> bool:
     """Whether the running backward retains the graph; True outside of any."""
     return graph_task_id() < 0 or bool(_autograd._get_current_graph_task_keep_graph())

@@ -161,6 +161,7 @@ class Watcher(TorchDispatchMode):
         self._operators: dict[int, str] = {}  # by autograd's number
         self._clones: set[int] = set()
         self._writer = ""
+        self.nodes: dict[int, str] = {}  # what autograd calls its nodes, by number; for Functions that leave no frame
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -171,7 +172,7 @@ class Watcher(TorchDispatchMode):
         name, number = str(func), sequence_number()
         if func is _CLONE:
             self._clones.add(number)
-        elif func not in METADATA_OPERATORS and not _is_in_kept(sys._getframe(1)):
+        elif func not in METADATA_OPERATORS and not _is_in_a_function(func) and not _is_in_kept(sys._getframe(1)):
             self._operators.setdefault(number, name)
             self._writer = name if changes_arguments(func) else ""
         result = func(*args, **kwargs)
@@ -237,7 +238,13 @@ class Watcher(TorchDispatchMode):
         """What saved it, now that all operators are known."""
         number = saving.number
         after_clone = self._operators.get(number + 1) if number + 1 in self._clones else None
-        return saving.row.operator or self._operators.get(number) or after_clone or saving.writer or "?"
+        known = saving.row.operator or self.nodes.get(number - 1) or self._operators.get(number)
+        return known or after_clone or saving.writer or "?"
+
+
+def _is_in_a_function(operator: Any) -> bool:
+    """Whether an operator runs inside of an autograd Function that leaves no frame: what it saves is not its doing."""
+    return _APPLY is None and not torch.is_grad_enabled() and getattr(operator, "namespace", "aten") == "aten"
 
 
 def _is_in_kept(frame: FrameType | None) -> bool:

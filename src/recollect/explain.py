@@ -32,6 +32,7 @@ from recollect._engine.frame import run_region
 from recollect._inputs import find_tensors
 from recollect._torch import (
     accelerator_module,
+    function_nodes,
     is_initialised,
     without_torch_function,
 )
@@ -322,6 +323,7 @@ def explain(
         with torch.enable_grad(), watcher:
             named = dataclasses.replace(options, policy=_Named(options.policy))
             result = run_region(function, args, kwargs, named, watch=watcher.watch)
+        watcher.nodes = function_nodes(find_tensors((result,), {})[0])
     finally:
         before.put()
         torch.clear_autocast_cache()  # it would hold casts of weights that were made here
