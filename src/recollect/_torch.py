@@ -6,6 +6,7 @@ otherwise; a missing one is an AttributeError when recollect is imported. Nothin
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -343,11 +344,15 @@ def as_inner_result(value: torch.Tensor, history: list[torch.Tensor], message: s
         return value.detach().requires_grad_().clone()
     sources = [tensor for tensor in history if tensor.requires_grad]
     if not sources:
-        result: torch.Tensor = torch._C._functions.DelayedError(message, 1)(value.detach().requires_grad_())
+        result: torch.Tensor = _delayed_error(message, 1)(value.detach().requires_grad_())
         return result
-    results: tuple[torch.Tensor, ...]
-    results = torch._C._functions.DelayedError(message, 1 + len(sources))(value, *sources)
+    results: tuple[torch.Tensor, ...] = _delayed_error(message, 1 + len(sources))(value, *sources)
     return results[0]
+
+
+@functools.cache
+def _delayed_error(message: str, inputs: int) -> Any:
+    return torch._C._functions.DelayedError(message, inputs)
 
 
 def in_dual_level() -> bool:

@@ -98,6 +98,17 @@ class _Region(Generic[P, R]):
         scope = here.scope
         if scope is None or scope.policy is None:
             return self.__wrapped__(*args, **kwargs)
+        if scope.policy.settled and not scope.saving and scope.policy.table is not None:
+            # The common case without detours: `_decided_call` would do the same.
+            outside = scope.path
+            path = f"{outside}/{self.__name__}" if outside else self.__name__
+            decision = scope.policy.decide(path, _NO_QUESTION)
+            if decision is None or type(decision) is Recompute:
+                scope.path = path
+                try:
+                    return self.__wrapped__(*args, **kwargs)
+                finally:
+                    scope.path = outside
         result: R = _decided_call(scope, self.__name__, self.__wrapped__, args, kwargs)
         return result
 
