@@ -24,13 +24,13 @@ LAYERS = [
     ["recollect.policies", "recollect._checkpoint"],
     ["recollect._engine"],
     ["recollect._engine.named", "recollect._engine.caching", "recollect._watcher"],
-    ["recollect._engine.frame"],
+    ["recollect._engine.frame", "recollect._engine.kept_region"],
     ["recollect._engine.replay", "recollect._engine.reentrant"],
     ["recollect._engine.selective"],
     ["recollect._engine.groups", "recollect._engine.scope"],
     ["recollect._ambient", "recollect._stores", "recollect.policy"],
     ["recollect._inputs", "recollect._verify"],
-    ["recollect._errors"],
+    ["recollect._errors", "recollect._steps"],
     ["recollect._torch"],
 ]
 HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}

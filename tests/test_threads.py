@@ -3,6 +3,7 @@
 The programs draw no random numbers: the CPU generator belongs to the process.
 """
 
+import subprocess
 import sys
 import threading
 
@@ -188,3 +189,25 @@ def test_a_forward_in_one_thread_and_its_backward_in_another():
     (loss,) = in_threads(lambda: checkpoint(lambda x: checkpoint(torch.exp, x.sin()).cos(), x).sum())
     (grad,) = in_threads(lambda: torch.autograd.grad(loss, x)[0])
     assert torch.equal(grad, torch.autograd.grad(x.sin().exp().cos().sum(), x)[0])
+
+
+GARBAGE_COLLECTIONS_THAT_SWITCH_THREADS = """
+import gc, threading, time, torch, recollect
+
+gc.callbacks.append(lambda *_: time.sleep(0))  # what any finalizer may do: let another thread run
+gc.set_threshold(1, 1, 1)
+
+def work():
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(300):
+        recollect.checkpoint(lambda x: x.sin().exp(), x).sum().backward()
+
+threads = [threading.Thread(target=work) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+"""
+
+
+def test_a_garbage_collection_within_the_generator_s_lock_is_no_deadlock():
+    # In a process of its own: threads that hold the interpreter and wait cannot be stopped from within.
+    subprocess.run([sys.executable, "-c", GARBAGE_COLLECTIONS_THAT_SWITCH_THREADS], check=True, timeout=120)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from _thread import RLock
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Protocol
@@ -42,8 +43,22 @@ from recollect._torch import (
 Undo = Callable[[], object]
 
 _cpu_generator = torch.default_generator
-get_cpu_state: Callable[[], Tensor] = _cpu_generator.get_state
-set_cpu_state: Callable[[Tensor], object] = _cpu_generator.set_state
+# Torch makes a Python object while it holds the generator's own lock. That may set off a garbage collection, whose
+# finalizers may let another thread run, which then waits for the lock and does not let go of the interpreter: a
+# deadlock. This lock is waited for without the interpreter.
+_cpu_generator_lock = RLock()
+
+
+def get_cpu_state() -> Tensor:
+    """Where the CPU generator stands."""
+    with _cpu_generator_lock:
+        return _cpu_generator.get_state()
+
+
+def set_cpu_state(state: Tensor) -> None:
+    """Put the CPU generator there."""
+    with _cpu_generator_lock:
+        _cpu_generator.set_state(state)
 
 
 class Part(Protocol):
@@ -104,12 +119,12 @@ class CpuGenerator:
     __slots__ = ("_state",)
 
     def __init__(self) -> None:
-        self._state = _cpu_generator.get_state()
+        self._state = get_cpu_state()
 
     def restore(self) -> Undo:
-        around = _cpu_generator.get_state()
-        _cpu_generator.set_state(self._state)
-        return partial(_cpu_generator.set_state, around)
+        around = get_cpu_state()
+        set_cpu_state(self._state)
+        return partial(set_cpu_state, around)
 
 
 class Generators:

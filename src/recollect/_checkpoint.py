@@ -80,7 +80,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
 # --- Running a region ---
 
 
-def _options(
+def checked_options(
     determinism_check: str,
     debug: bool,
     early_stop: bool,
@@ -134,10 +134,10 @@ def _contexts(context_fn: ContextFn) -> Contexts | None:
     return got[0], got[1]
 
 
-_RUN_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+RUN_LATER = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 
-def _refuse_to_run_later(function: Callable[..., Any], result: Any) -> None:
+def refuse_to_run_later(function: Callable[..., Any], result: Any) -> None:
     if isinstance(result, types.CoroutineType):
         result.close()  # or Python warns that it was never awaited
     raise _errors.runs_later(function, type(result).__name__.replace("_", " "))
@@ -163,8 +163,8 @@ def _run(
         result = run_region(function, args, kwargs, _overridden(options), contexts)
     else:
         result = function(*args, **kwargs)
-    if isinstance(result, _RUN_LATER):
-        _refuse_to_run_later(function, result)
+    if isinstance(result, RUN_LATER):
+        refuse_to_run_later(function, result)
     return result
 
 
@@ -188,8 +188,8 @@ def _run_reentrant(
     if given:
         raise _errors.only_non_reentrant(given)
     result = CheckpointFunction.apply(function, preserve_rng_state, *args)
-    if isinstance(result, _RUN_LATER):
-        _refuse_to_run_later(function, result)
+    if isinstance(result, RUN_LATER):
+        refuse_to_run_later(function, result)
     return result
 
 
@@ -285,7 +285,7 @@ def run(
         return _run_reentrant(
             function, args, kwargs, preserve_rng_state, context_fn=context_fn, debug=debug, policy=policy
         )
-    options = _options(determinism_check, debug, early_stop, preserve_rng_state, None, policy)
+    options = checked_options(determinism_check, debug, early_stop, preserve_rng_state, None, policy)
     return _run(function, args, kwargs, options, context_fn)
 
 
@@ -389,7 +389,7 @@ def remat(
         raise TypeError(f"name must be a string, got {_errors.describe_value(name)}")
     if not callable(context_fn):
         raise _errors.not_callable("context_fn", context_fn)
-    options = _options(determinism_check, debug, early_stop, preserve_rng_state, name, policy)
+    options = checked_options(determinism_check, debug, early_stop, preserve_rng_state, name, policy)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):

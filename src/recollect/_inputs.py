@@ -305,6 +305,12 @@ class _Hooked:
         return self._place.put(tensor)
 
 
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether it is a leaf that needs grad, or a parameter that is frozen, or a view of one: alive anyway."""
+    owner = tensor if tensor._base is None else tensor._base
+    return isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad)
+
+
 def copy_of(tensor: Tensor) -> Tensor:
     """A copy in memory of the same order, so that what is computed from it is the same to the last bit."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_nested:

@@ -102,8 +102,8 @@ class Kept:
         moves = version_of(held) - self._version + sum(version_of(one) - then for one, then in self._aliases)
         return moves != self._reshapes
 
-    def may_be_changed_in_replay(self, value: Tensor) -> bool:
-        """Whether `value`, which `get` gave, may be a copy of the original that is kept itself.
+    def may_be_changed_in_replay(self) -> bool:
+        """Whether what `get` gives may be a copy of the original that is kept itself.
 
         Then a change of the original did not matter, and the replay will change this in place as the forward did.
         """

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from recollect._engine.scope import here
-from recollect._inputs import by_hand, find_tensors
+from recollect._inputs import by_hand, find_tensors, is_parameter
 from recollect._stores import Kept
 from recollect._torch import (
     METADATA_OPERATORS,
@@ -115,12 +115,6 @@ def memory_of(tensors: Iterable[Tensor]) -> dict[Any, int]:
 def _size(tensor: Tensor) -> int:
     """The bytes of a tensor; an expanded one has no more of them than its memory."""
     return sum(min(piece.numel() * piece.element_size(), *memory_of([piece]).values()) for piece in _pieces(tensor))
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    """Whether it is a leaf that needs grad, or a parameter that is frozen, or a view of one."""
-    owner = tensor if tensor._base is None else tensor._base
-    return isinstance(owner, torch.nn.Parameter) or (owner.is_leaf and owner.requires_grad)
 
 
 # --- Watching ---
@@ -224,7 +218,7 @@ class Watcher(TorchDispatchMode):
         )
         has_view = tensor.layout is torch.strided and not tensor.is_nested
         view = (tensor.storage_offset(), tensor.stride()) if has_view else None
-        self.savings.append(Saving(row, memory, view, _is_parameter(tensor), number, by_autograd, self._writer))
+        self.savings.append(Saving(row, memory, view, is_parameter(tensor), number, by_autograd, self._writer))
 
     def decision_for(self, saving: Saving, one: Any) -> str:
         """What becomes of one of the storages behind a saving. One that was there before the call stays alive."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from recollect import _errors
 from recollect._ambient import RandomState
-from recollect._checkpoint import _RUN_LATER, PolicyLike, _options, _refuse_to_run_later
+from recollect._checkpoint import RUN_LATER, PolicyLike, checked_options, refuse_to_run_later
 from recollect._engine.frame import run_region
 from recollect._inputs import find_tensors
 from recollect._torch import (
@@ -314,7 +314,7 @@ def explain(
     if chosen is not None:  # made by `remat`: its function is the region, with the policy that it was given
         function = function.__wrapped__  # type: ignore[attr-defined]
         policy = chosen.policy if policy is None else policy
-    options = _options("default", False, True, True, None, policy)
+    options = checked_options("default", False, True, True, None, policy)
     arguments = find_tensors(args, kwargs)[0]
     with without_torch_function():
         watcher = Watcher(arguments)
@@ -327,8 +327,8 @@ def explain(
     finally:
         before.put()
         torch.clear_autocast_cache()  # it would hold casts of weights that were made here
-    if isinstance(result, _RUN_LATER):
-        _refuse_to_run_later(function, result)
+    if isinstance(result, RUN_LATER):
+        refuse_to_run_later(function, result)
     with without_torch_function():
         return _explanation(watcher, function, arguments, result, options.policy)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from recollect._torch import decides_nothing_new, find_operators, is_pointwise, makes_from_nothing
-from recollect.policy import Asked, Decision, Policy, Question, SaveOrCopy, _Operators
+from recollect.policy import Asked, Decision, Operators, Policy, Question, SaveOrCopy
 
 __all__ = [
     "save_attention",
@@ -20,7 +20,7 @@ __all__ = [
 
 
 def _save(name: str, operators: tuple[str, ...]) -> Policy:
-    return _Operators(dict.fromkeys(find_operators(operators), SaveOrCopy()), f"recollect.policies.{name}")
+    return Operators(dict.fromkeys(find_operators(operators), SaveOrCopy()), f"recollect.policies.{name}")
 
 
 save_matmuls = _save(

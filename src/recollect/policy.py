@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from recollect import _errors
+from recollect._steps import ByCode
 from recollect._torch import operator_from_name, operator_name, overloads_of, packet_of
-
-T = TypeVar("T")
 
 # --- Decisions ---
 
@@ -155,7 +153,7 @@ class Policy:
         return _FirstOf([as_policy(other), self])
 
 
-class _Operators(Policy):
+class Operators(Policy):
     def __init__(self, decisions: Mapping[Any, Decision], label: str) -> None:
         self._decisions = decisions
         self._label = label
@@ -183,8 +181,8 @@ class _Operators(Policy):
         return self._label
 
 
-def _operators_by_name(decisions: Mapping[str, Decision], label: str) -> _Operators:
-    return _Operators({operator_from_name(name): decision for name, decision in decisions.items()}, label)
+def _operators_by_name(decisions: Mapping[str, Decision], label: str) -> Operators:
+    return Operators({operator_from_name(name): decision for name, decision in decisions.items()}, label)
 
 
 class _Names(Policy):
@@ -208,34 +206,6 @@ class _Names(Policy):
 
     def __repr__(self) -> str:
         return f"recollect.by_name({dict(self._decisions)!r})"
-
-
-def code_of(function: Any) -> Any:
-    """What stands for a function from step to step: its code, because a lambda is made anew each time."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
-    return getattr(function, "__code__", None) or type(function)
-
-
-class ByCode(Generic[T]):
-    """Something remembered from step to step for each function, for as long as its code is there.
-
-    Code objects are told apart by identity: their own comparison reads all of their code.
-    """
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._entries: dict[int, tuple[weakref.ref[Any], T]] = {}
-
-    def __getitem__(self, function: Any) -> T:
-        code = code_of(function)
-        place = id(code)
-        entry = self._entries.get(place)
-        if entry is None:
-            entries = self._entries
-            entry = entries[place] = (weakref.ref(code, lambda _: entries.pop(place, None)), self._make())
-        return entry[1]
 
 
 class _Told:
@@ -337,7 +307,7 @@ def _decided(function: str, operators: tuple[Any, ...], decision: Decision) -> P
         found.update(dict.fromkeys(overloads, decision))
     if not found:
         raise TypeError(f"{function} takes at least one operator, such as torch.ops.aten.mm, got none")
-    return _Operators(found, f"recollect.{function}({', '.join(map(str, operators))})")
+    return Operators(found, f"recollect.{function}({', '.join(map(str, operators))})")
 
 
 def save_ops(*operators: Any, on_mutation: str = "error") -> Policy:

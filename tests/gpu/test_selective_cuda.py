@@ -114,6 +114,21 @@ def test_bytes_on_the_device():
     assert kept_bytes(with_policy(recollect.by_name({"mid": recollect.Offload()})), x, w) == 0
 
 
+def test_frozen_weights_are_not_copied_to_the_host():
+    frozen = torch.nn.Linear(64, 64, bias=False, device="cuda").requires_grad_(False)
+    (x,) = leaves((64, 64))
+
+    def function(x):
+        return recollect.region("mid", lambda h: frozen(frozen(h).exp()))(x.sin()).sin()
+
+    policy = recollect.by_name({"mid": recollect.Offload()})
+    assert_as_plain(function, [x], policy=policy)
+    with Counted() as counted:
+        y = recollect.checkpoint(function, x, policy=policy)
+    assert counted.names.count("copy_") == 2  # what exp saves, and the region's output
+    del y
+
+
 @pytest.mark.parametrize("decision", [recollect.Save(), recollect.Offload(), recollect.Recompute()], ids=repr)
 def test_a_named_region(decision):
     policy = recollect.by_name({"mid": decision})

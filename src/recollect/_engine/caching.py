@@ -18,7 +18,6 @@ from recollect._engine.selective import (
     Fetched,
     fetch,
     hand_out,
-    is_cached,
     keep_results,
     kepts_in,
     kinds,
@@ -26,16 +25,13 @@ from recollect._engine.selective import (
 from recollect._torch import METADATA_OPERATORS, OperatorMode, is_operator, is_packet, operator_name, wait_for
 from recollect.policy import Decision, Offload, Recompute, Save
 
-
-class CheckpointPolicy(enum.Enum):
-    """What a drop-in policy answers. `MUST_*` may not be overridden by a compiler."""
-
-    MUST_SAVE = 0
-    PREFER_SAVE = 1
-    MUST_RECOMPUTE = 2
-    PREFER_RECOMPUTE = 3
-    MUST_CPU_OFFLOAD = 4
-    PREFER_CPU_OFFLOAD = 5
+# What a drop-in policy answers. `MUST_*` may not be overridden by a compiler.
+CheckpointPolicy = enum.Enum(
+    "CheckpointPolicy",
+    "MUST_SAVE PREFER_SAVE MUST_RECOMPUTE PREFER_RECOMPUTE MUST_CPU_OFFLOAD PREFER_CPU_OFFLOAD",
+    module=__name__,
+    start=0,
+)
 
 
 class SelectiveCheckpointContext:
@@ -83,32 +79,58 @@ class _ListPolicy:
         return CheckpointPolicy.MUST_SAVE if op in self.operators else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _CachingTorchDispatchMode(OperatorMode):
-    """Around the forward: asks the policy about every operator and keeps the outputs of some in `storage`."""
+class _AskingMode(OperatorMode):
+    """What the two modes have in common: the storage that they share, the policy, and the number of each call."""
+
+    is_recompute: bool
 
     def __init__(self, policy_fn: Callable[..., Any], storage: dict[Any, list[Any]]) -> None:
         super().__init__()
         self.policy_fn = policy_fn
         self.storage = storage
         self._calls: dict[Any, int] = defaultdict(int)
-        self._watch = Changes()
         self._scope: Scope | None = None
         self.paused = False
         self.refused: TypeError | None = None
 
     def __enter__(self) -> Any:
-        if self._calls:
-            raise _errors.contexts_used_twice()
         self._scope = here.scope
         if self._scope is not None:
-            self._scope.mode = self
+            self._scope.modes += (self,)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if self._scope is not None:
-            self._scope.mode = None
         self._scope = None
-        self._watch = Changes()
+        super().__exit__(*error)
+
+    def _decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Decision:
+        policy = self.policy_fn
+        if type(policy) is _ListPolicy:
+            return _SAVE if func in policy.operators else _RECOMPUTE
+        context = SelectiveCheckpointContext(is_recompute=self.is_recompute, op_output=result)
+        try:
+            return _verdict(policy(context, func, *args, **kwargs))
+        except TypeError as error:
+            self.refused = error  # as in selective.Keeping
+            raise
+
+
+class _CachingTorchDispatchMode(_AskingMode):
+    """Around the forward: asks the policy about every operator and keeps the outputs of some in `storage`."""
+
+    is_recompute = False
+
+    def __init__(self, policy_fn: Callable[..., Any], storage: dict[Any, list[Any]]) -> None:
+        super().__init__(policy_fn, storage)
+        self._changes = Changes()
+
+    def __enter__(self) -> Any:
+        if self._calls:
+            raise _errors.contexts_used_twice()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._changes = Changes()  # it holds what is kept
         super().__exit__(*error)
 
     def __torch_dispatch__(
@@ -116,103 +138,70 @@ class _CachingTorchDispatchMode(OperatorMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = kinds[func]
-        if kind.only_reads or self.paused or (kind.is_cast and is_cached(args, kwargs)):
+        if self.paused or kind.is_passed_over(args, kwargs):
             return func(*args, **kwargs)
         call = self._calls[func]
         self._calls[func] = call + 1
         if kind.writes:
-            self._watch.writes(func, kind, args, kwargs)
+            self._changes.writes(func, kind, args, kwargs)
         result = func(*args, **kwargs)
         if kind.shares:
-            self._watch.shares(args, result)
-        policy = self.policy_fn
-        if type(policy) is _ListPolicy:
-            decision: Decision = _SAVE if func in policy.operators else _RECOMPUTE
-        else:
-            context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
-            try:
-                decision = _verdict(policy(context, func, *args, **kwargs))
-            except TypeError as error:
-                self.refused = error  # see Keeping
-                raise
+            self._changes.shares(args, result)
+        decision = self._decide(func, args, kwargs, result)
         is_empty = isinstance(result, (list, tuple)) and not result
         if kind.is_kept and type(decision) is not Recompute and not is_empty:
             kept = keep_results(self._scope, kind, args, kwargs, result, decision)
             for one in kepts_in(kept):
                 one.call = call
-            self._watch.add(kept)
+            self._changes.add(kept)
             self.storage[func].append(kept)
         return result
 
 
-class _CachedTorchDispatchMode(OperatorMode):
+class _CachedTorchDispatchMode(_AskingMode):
     """Around the replay: asks the policy again, and hands out of `storage` what the forward kept."""
 
+    is_recompute = True
+
     def __init__(
-        self,
-        policy_fn: Callable[..., Any],
-        storage: dict[Any, list[Any]],
-        allow_cache_entry_mutation: bool,
+        self, policy_fn: Callable[..., Any], storage: dict[Any, list[Any]], allow_cache_entry_mutation: bool
     ) -> None:
-        super().__init__()
-        self.policy_fn = policy_fn
-        self.storage = storage
+        super().__init__(policy_fn, storage)
         self.allow_cache_entry_mutation = allow_cache_entry_mutation
-        self._context = SelectiveCheckpointContext(is_recompute=True)
-        self._calls: dict[Any, int] = defaultdict(int)
         self._replays = 0
         self._fetched: Fetched = {}
-        self._scope: Scope | None = None
-        self.paused = False
 
     def __enter__(self) -> Any:
         self._calls.clear()
         self._replays += 1
         self._fetched = fetch(self.storage)
-        self._scope = here.scope
-        if self._scope is not None:
-            self._scope.mode = self
         return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._scope = None
-        super().__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         kind = kinds[func]
-        if kind.only_reads or self.paused or (kind.is_cast and is_cached(args, kwargs)):
+        if self.paused or kind.is_passed_over(args, kwargs):
             return func(*args, **kwargs)
         call = self._calls[func]
         self._calls[func] = call + 1
-        policy = self.policy_fn
-        if type(policy) is _ListPolicy:
-            decision: Decision = _SAVE if func in policy.operators else _RECOMPUTE
-        else:
-            decision = _verdict(policy(self._context, func, *args, **kwargs))
-        if not kind.is_kept:
-            return func(*args, **kwargs)
-        saves = type(decision) is not Recompute
+        saves = type(self._decide(func, args, kwargs, None)) is not Recompute
         entries = self.storage.get(func)
         first = next(kepts_in(entries[0])) if entries else None
-        if not entries or first is None or first.call != call:
-            if saves:
-                raise (
-                    _errors.backward_again(operator_name(func))
-                    if self._replays > 1
-                    else _errors.not_kept(operator_name(func))
-                )
-            return func(*args, **kwargs)
+        if not kind.is_kept or not entries or first is None or first.call != call:
+            if not saves or not kind.is_kept:
+                return func(*args, **kwargs)
+            error = _errors.backward_again if self._replays > 1 else _errors.not_kept
+            raise error(operator_name(func))
         if not saves:
             raise _errors.kept_in_vain(operator_name(func))
         if self._scope is not None and self._scope.frame.finished and first.packed != self._scope.packed():
             raise _errors.called_elsewhere(self._scope.frame.region(), operator_name(func))
-        kept = entries.pop(0)
         if types:
             wait_for(args)
-        return hand_out(func, kept, self._fetched, again=False, may_be_changed=self.allow_cache_entry_mutation)
+        may_be_changed = self.allow_cache_entry_mutation
+        return hand_out(func, entries.pop(0), self._fetched, again=False, may_be_changed=may_be_changed)
 
 
 def create_selective_checkpoint_contexts(

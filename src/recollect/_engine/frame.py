@@ -128,7 +128,7 @@ class Frame:
         self.kept_outputs: dict[Any, list[Any]] | None = None  # of operators, by selective.py
         self.kept_regions: dict[int, Any] | None = None  # named ones, by named.py
         # Where this region's decisions stand: see scope.py.
-        self.journal: list[Any] = [] if scope is None else scope.journal
+        self.journal: list[Any] = [] if scope is None else scope.frame.journal
         self.start: int = 0 if scope is None else scope.position
         self.end = self.start
         self.differentiated = False  # whether a backward inside the function came by
@@ -345,18 +345,19 @@ def _call_in_contexts(
                 result = frame.function(*args, **kwargs)
             except BaseException as error:
                 raised = error
-                refused = getattr(scope.mode, "refused", None)
-                if refused is not None and isinstance(error, TypeError):
-                    raised = refused
-                    raise refused from None
+                refusals = [mode.refused for mode in scope.modes if mode.refused is not None]
+                if refusals and isinstance(error, TypeError):
+                    raised = refusals[0]
+                    raise raised from None
                 raise
         if raised is not None:
             raise _errors.context_suppressed(frame.region()) from raised
         if policy is not None and not policy.settled and not scope.following:
-            tell_if_useless(policy, scope)
+            tell_if_useless(policy, scope, () if mode is None else mode.seen)
     finally:
         raised = None  # a traceback that holds this frame must not be held by it
-        if scope.mode is not None:
-            scope.mode.refused = None
-        scope.mode = None  # it holds the scope
+        refusals = []
+        for one in scope.modes:
+            one.refused = None
+        scope.modes = ()  # they hold the scope
     return result

@@ -32,8 +32,7 @@ class Scope:
         "around",
         "following",
         "frame",
-        "journal",
-        "mode",
+        "modes",
         "names",
         "pack",
         "packed",
@@ -62,15 +61,15 @@ class Scope:
         self.replaying = replaying  # whether this is a replay of the frame
         # Whether it is within a replay.
         self.following: bool = replaying or (around is not None and around.following)
-        self.journal: list[Any] = frame.journal
         self.position: int = frame.start
         self.path = frame.path  # of the named regions that are open
         self.saving = False  # within a named region that is kept
         policy = frame.options.policy
         self.policy: Any = policy if policy is not None and policy.decides_names() else None  # where it has names
-        self.names: list[str] = []  # the paths of the named regions that were called, until the policy matched
+        if policy is not None:
+            self.names: list[str] = []  # the paths of the named regions that were called, until the policy matched
         self.watch: Watch | None = watch if around is None or watch is not None else around.watch
-        self.mode: Any = None  # the dispatch mode that a policy over operators needs
+        self.modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here
 
     def noted(self, make: Callable[[], T]) -> T | None:
         """The next entry of the journal: what `make` gives in a forward, what it gave then within a replay.
@@ -81,10 +80,11 @@ class Scope:
         self.position = position + 1
         if not self.following:
             entry = make()
-            self.journal.append(entry)
+            self.frame.journal.append(entry)
             return entry
-        end = self.frame.end if self.replaying and self.frame.finished else len(self.journal)
-        return self.journal[position] if position < end else None
+        journal = self.frame.journal
+        end = self.frame.end if self.replaying and self.frame.finished else len(journal)
+        return journal[position] if position < end else None
 
     def pause(self) -> list[Any]:
         """Let the dispatch modes of this function, and of those around it, see nothing; gives those it paused.
@@ -94,7 +94,7 @@ class Scope:
         paused = []
         scope: Scope | None = self
         while scope is not None:
-            paused += [mode for mode in (scope.mode, scope.frame.trace) if mode is not None and not mode.paused]
+            paused += [mode for mode in (*scope.modes, scope.frame.trace) if mode is not None and not mode.paused]
             scope = scope.around
         for mode in paused:
             mode.paused = True

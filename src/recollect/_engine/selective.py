@@ -76,6 +76,10 @@ class _Kind:
         self.draws = may_draw(operator)
         self.dropout = dropout_argument(operator) if self.draws else None
 
+    def is_passed_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call is not asked about: it only reads metadata, or may be autocast's cast of a weight."""
+        return self.only_reads or (self.is_cast and is_cached(args, kwargs))
+
 
 class _Kinds(dict[Any, _Kind]):
     def __missing__(self, operator: Any) -> _Kind:
@@ -191,7 +195,7 @@ def hand_out(operator: Any, kept: Any, fetched: Fetched, *, again: bool, may_be_
         value = fetched.pop(one) if one in fetched else one.get()
         if again and isinstance(value, Tensor):
             # A version counter of its own: what the replay does to it in place, the forward did too, and was judged.
-            return copy_of(value) if one.may_be_changed_in_replay(value) else value.detach()
+            return copy_of(value) if one.may_be_changed_in_replay() else value.detach()
         return value
 
     return give(kept) if isinstance(kept, Kept) else rebuild(kept, Kept, give)
@@ -261,7 +265,7 @@ class Keeping(OperatorMode):
         self._kept = kept
         self._decisions = decisions
         self._calls: dict[Any, int] = defaultdict(int)
-        self._watch = Changes()
+        self._changes = Changes()
         self.paused = False
         self.seen: set[Any] = set()
         self.refused: TypeError | None = None
@@ -271,9 +275,9 @@ class Keeping(OperatorMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = kinds[func]
-        if kind.only_reads or self.paused or (kind.is_cast and is_cached(args, kwargs)):
+        if self.paused or kind.is_passed_over(args, kwargs):
             if kind.writes:
-                self._watch.writes(func, kind, args, kwargs)
+                self._changes.writes(func, kind, args, kwargs)
             return func(*args, **kwargs)
         table, policy = self._table, self._policy
         decision = table.get(func) if table is not None else self._decide(func, args, kwargs)
@@ -282,20 +286,20 @@ class Keeping(OperatorMode):
             policy.settled = decision is not None and policy.counts(decision)
         if not kind.is_kept or (decision is None and table is not None):
             if kind.writes:
-                self._watch.writes(func, kind, args, kwargs)
+                self._changes.writes(func, kind, args, kwargs)
             result = func(*args, **kwargs)
             if kind.shares:
-                self._watch.shares(args, result)
+                self._changes.shares(args, result)
             return result
         calls = self._kept[func]
         place = len(calls)
         calls.append(None)  # counted also if it fails and the function goes on
         result = func(*args, **kwargs)
         if kind.shares:
-            self._watch.shares(args, result)
+            self._changes.shares(args, result)
         if decision is not None and type(decision) is not Recompute:
             kept = calls[place] = keep_results(self._scope, kind, args, kwargs, result, decision)
-            self._watch.add(kept)
+            self._changes.add(kept)
         return result
 
     def _decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
@@ -381,7 +385,8 @@ def forward_mode(policy: Policy, scope: Scope) -> Keeping | None:
     decisions: dict[Any, list[Any]] | None = None
     if table is None:
         decisions = scope.noted(lambda: defaultdict(list))
-    mode = scope.mode = Keeping(policy, scope, frame.kept_outputs, decisions)
+    mode = Keeping(policy, scope, frame.kept_outputs, decisions)
+    scope.modes += (mode,)
     return mode
 
 
@@ -396,7 +401,8 @@ def replay_mode(scope: Scope) -> Serving | None:
     kept = {op: calls for op, calls in frame.kept_outputs.items() if any(call is not None for call in calls)}
     if not kept:
         return None
-    mode = scope.mode = Serving(scope, kept)
+    mode = Serving(scope, kept)
+    scope.modes += (mode,)
     return mode
 
 
@@ -408,10 +414,9 @@ def let_go(frame: Frame) -> None:
         region.outputs = None
 
 
-def tell_if_useless(policy: Policy, scope: Scope) -> None:
-    """Warn, once for a policy, if it matched nothing in a forward that has ended."""
+def tell_if_useless(policy: Policy, scope: Scope, operators: Iterable[Any]) -> None:
+    """Warn, once for a policy, if it matched nothing in a forward that has ended, and that ran these operators."""
     policy.settled = True
-    operators = scope.mode.seen if scope.mode is not None else ()
     wanted = policy.unmatched()
     if not wanted:
         message = (

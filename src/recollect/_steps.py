@@ -1,0 +1,42 @@
+"""What is remembered from one training step to the next, for a function.
+
+A step often makes its functions anew (a lambda, a partial, a bound method), so what stands for a function is its
+code.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def _code_of(function: Any) -> Any:
+    """What stands for a function from step to step: its code, because a lambda is made anew each time."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", None) or type(function)
+
+
+class ByCode(Generic[T]):
+    """Something remembered from step to step for each function, for as long as its code is there.
+
+    Code objects are told apart by identity: their own comparison reads all of their code.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._entries: dict[int, tuple[weakref.ref[Any], T]] = {}
+
+    def __getitem__(self, function: Any) -> T:
+        code = _code_of(function)
+        place = id(code)
+        entry = self._entries.get(place)
+        if entry is None:
+            entries = self._entries
+            entry = entries[place] = (weakref.ref(code, lambda _: entries.pop(place, None)), self._make())
+        return entry[1]
