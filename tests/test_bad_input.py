@@ -322,7 +322,8 @@ def test_checkpoint_without_a_function(run):
 @pytest.mark.parametrize("option", ["debug", "early_stop", "preserve_rng_state"])
 @pytest.mark.parametrize("wrong", ["False", None, 1.0])
 def test_options_that_are_neither_true_nor_false(option, wrong):
-    with pytest.raises(TypeError, match=f"{option} must be True or False, got {type(wrong).__name__}"):
+    allowed = "True, False or 'all'" if option == "preserve_rng_state" else "True or False"
+    with pytest.raises(TypeError, match=f"{option} must be {allowed}, got {type(wrong).__name__}"):
         recollect.checkpoint(torch.sin, torch.ones(2, requires_grad=True), **{option: wrong})
-    with pytest.raises(TypeError, match=f"{option} must be True or False"):
+    with pytest.raises(TypeError, match=f"{option} must be {allowed}"):
         recollect.remat(torch.sin, **{option: wrong})

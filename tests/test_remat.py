@@ -312,7 +312,7 @@ def test_early_stop(early_stop):
 def test_preserve_rng_state(preserve):
     noises = []
 
-    @remat(preserve_rng_state=preserve)
+    @remat(preserve_rng_state=preserve, determinism_check="none")
     def function(x):
         noises.append(torch.rand(8))
         return (x * noises[-1]).sin()

@@ -2433,7 +2433,7 @@ def test_rule_2_inner_inputs_are_connected_to_each_other(around):
 def test_rule_1_hooks_around_a_region_may_change_what_they_give_back():
     x = leaf(3)
     with saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t * 2):
-        y = checkpoint(lambda x: x.sin(), x)
+        y = checkpoint(lambda x: x.sin(), x, determinism_check="default")
     assert torch.equal(grad_of(y, x)[0], (2 * x).cos())
 
 

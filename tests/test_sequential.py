@@ -136,6 +136,7 @@ def test_the_input_may_be_any_value():
 # --- Keywords ---
 
 
+@pytest.mark.filterwarnings("ignore:the checkpointed region")
 @pytest.mark.parametrize("preserve", [True, False])
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_preserve_rng_state_goes_to_every_region(preserve, reentrant):

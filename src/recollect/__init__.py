@@ -1,9 +1,12 @@
 """Activation checkpointing for PyTorch that you can trust, see and budget."""
 
 from recollect import policies
-from recollect._checkpoint import checkpoint, remat
+from recollect._checkpoint import checkpoint, remat, verify_again
+from recollect._digest import set_tolerance
 from recollect._engine.named import region
+from recollect._engine.pinned import is_recomputing, once, pin, skip_on_replay
 from recollect._errors import CheckpointError
+from recollect._generators import register_generator, unregister_generator
 from recollect.explain import explain
 from recollect.policy import Offload, Recompute, Save, by_name, offload_ops, save_ops
 
@@ -16,9 +19,17 @@ __all__ = [
     "by_name",
     "checkpoint",
     "explain",
+    "is_recomputing",
     "offload_ops",
+    "once",
+    "pin",
     "policies",
     "region",
+    "register_generator",
     "remat",
     "save_ops",
+    "set_tolerance",
+    "skip_on_replay",
+    "unregister_generator",
+    "verify_again",
 ]

@@ -1,13 +1,12 @@
 """Ambient state: what a function reads without being given it. Captured in the forward, in force again in the replay.
 
-Parts: random generators, autocast, the default device, the accelerator's device and stream, torch functions. Each
-part has one method, `restore`: put the captured state in force and return how to undo that, or return None if it is
-in force already. That is judged at the replay, never assumed from the forward. A part that could not matter is not
-made at all.
+Parts: random generators, autocast, the default device and dtype, the accelerator's device and stream, torch
+functions. Each part has one method, `restore`: put the captured state in force and return how to undo that, or return
+None if it is in force already. That is judged at the replay, never assumed from the forward. A part that could not
+matter is not made at all.
 
-Random numbers are exact: every replay starts from the state at the region's entry, and the surrounding state is put
-back however the replay ends. Whether the region drew anything is not asked, because an unmoved generator does not
-tell (`torch.random.fork_rng` inside a region); setting a CPU generator costs less than a comparison.
+Which generators there are, and how exact their preservation is, stands in `_generators.py`. Here is which of them a
+region takes: those of torch's operators, or, with `preserve_rng_state="all"`, the others too.
 
 Grad mode is not here: a replay always runs with it on.
 """
@@ -16,16 +15,38 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from _thread import RLock
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, get_autocast_dtype, is_autocast_cache_enabled, is_autocast_enabled
+from torch import (
+    Tensor,
+    get_autocast_dtype,
+    get_default_dtype,
+    is_autocast_cache_enabled,
+    is_autocast_enabled,
+    set_default_dtype,
+)
 
-from recollect import _errors
-from recollect._inputs import find_tensors
+from recollect._generators import DefaultDeviceType as DefaultDeviceType
+from recollect._generators import (
+    Late,
+    OtherDevices,
+    Preserved,
+    PreservedCpu,
+    Watching,
+    accelerators,
+    default_generators,
+    get_device_state,
+    index_of,
+    others,
+    preserve_devices,
+    set_device_state,
+)
+from recollect._generators import get_cpu_state as get_cpu_state
+from recollect._generators import set_cpu_state as set_cpu_state
+from recollect._inputs import Arguments, find_tensors
 from recollect._torch import (
     TORCH_FUNCTION_ENABLED,
     accelerator_module,
@@ -41,24 +62,8 @@ from recollect._torch import (
 )
 
 Undo = Callable[[], object]
-
-_cpu_generator = torch.default_generator
-# Torch makes a Python object while it holds the generator's own lock. That may set off a garbage collection, whose
-# finalizers may let another thread run, which then waits for the lock and does not let go of the interpreter: a
-# deadlock. This lock is waited for without the interpreter.
-_cpu_generator_lock = RLock()
-
-
-def get_cpu_state() -> Tensor:
-    """Where the CPU generator stands."""
-    with _cpu_generator_lock:
-        return _cpu_generator.get_state()
-
-
-def set_cpu_state(state: Tensor) -> None:
-    """Put the CPU generator there."""
-    with _cpu_generator_lock:
-        _cpu_generator.set_state(state)
+# Which random generators a replay finds as the forward found them: True, those of torch; False, none; "all".
+Preserve = bool | str
 
 
 class Part(Protocol):
@@ -68,18 +73,25 @@ class Part(Protocol):
         """Put it in force; return how to undo that, None if there was nothing to do."""
 
 
-def capture(tensors: Sequence[Tensor], *, preserve_rng_state: bool) -> list[Part]:
-    """The state around a region that is about to run on `tensors`."""
+_NO_ARGUMENTS: Arguments = ((), {})
+
+
+def capture(
+    tensors: Sequence[Tensor], *, preserve_rng_state: Preserve, arguments: Arguments = _NO_ARGUMENTS
+) -> list[Part]:
+    """The state around a region that is about to run on `tensors`, which are those of `arguments`."""
     devices = _devices_of(tensors)
-    device_type = _type_of(devices)
-    module = accelerator_module(device_type)
-    parts: list[Part] = [Modes(device_type)]
+    types = _types_of(devices)
+    module = accelerator_module(types[0])
+    parts: list[Part] = [Modes(types[0])]
     if module is not None and is_initialised(module) and torch.accelerator.is_available():
         parts.append(Place(torch.accelerator.current_stream()))
     if preserve_rng_state:
-        parts.append(CpuGenerator())
-        if module is not None:
-            parts.append(Generators(device_type, module, devices))
+        parts.append(PreservedCpu())
+        if preserve_rng_state is not True and preserve_rng_state == "all":
+            parts += map(Preserved, others(arguments))
+        if devices or module is not None:
+            parts += _preserve_accelerators(types, devices)
     return parts
 
 
@@ -104,84 +116,35 @@ def undo_all(steps: list[Undo]) -> None:
 
 
 def forward_ended(parts: Sequence[Part]) -> None:
-    """Raise if the forward brought up an accelerator whose random state should have been recorded at its start."""
-    generators = parts[-1]
-    if isinstance(generators, Generators):
-        generators.check_initialised()
+    """Let the parts look again that have to; they are the last ones.
+
+    Raises if the forward brought up an accelerator whose random state should have been recorded at its start.
+    """
+    if isinstance(parts[-1], Watching):
+        for part in parts:
+            if isinstance(part, Watching):
+                part.forward_ended()
 
 
 # --- Random generators ---
 
 
-class CpuGenerator:
-    """The CPU generator."""
-
-    __slots__ = ("_state",)
-
-    def __init__(self) -> None:
-        self._state = get_cpu_state()
-
-    def restore(self) -> Undo:
-        around = get_cpu_state()
-        set_cpu_state(self._state)
-        return partial(set_cpu_state, around)
-
-
-class Generators:
-    """Those of one accelerator type: of the arguments' devices, else of the current device."""
-
-    __slots__ = ("_late", "_states", "_type", "ids", "module")
-
-    def __init__(self, device_type: str, module: Any, devices: Sequence[torch.device]) -> None:
-        self._type = device_type
-        self.module = module
-        self._late = not is_initialised(module)
-        self.ids: list[int] = []
-        if not self._late:
-            ids = dict.fromkeys(_index_of(device) for device in devices if device.type == device_type)
-            self.ids = list(ids) or [_current_index(module)]
-        self._states = [_snapshot(module, index) for index in self.ids]
-
-    def check_initialised(self) -> None:
-        if self._late and is_initialised(self.module):
-            raise _errors.initialised_in_forward(self._type)
-
-    def restore(self) -> Undo:
-        module, ids = self.module, self.ids
-        around = [_snapshot(module, index) for index in ids]
-
-        def undo() -> None:
-            for index, state in zip(ids, around, strict=True):
-                _put(module, index, state)
-
-        for index, state in zip(ids, self._states, strict=True):
-            _put(module, index, state)
-        return undo
-
-
-def _index_of(device: torch.device) -> int:
-    return device.index or 0  # a type with one device may leave it out
-
-
-def _current_index(module: Any) -> int:
-    return int(module.current_device()) if hasattr(module, "current_device") else 0
-
-
-def _is_mps(module: Any) -> bool:
-    return bool(module is torch.mps)
-
-
-def _get_state(module: Any, index: int) -> Tensor:
-    # torch.mps has one device and takes no index.
-    state: Tensor = module.get_rng_state() if _is_mps(module) else module.get_rng_state(index)
-    return state
-
-
-def _set_state(module: Any, index: int, state: Tensor) -> None:
-    if _is_mps(module):
-        module.set_rng_state(state)
-    else:
-        module.set_rng_state(state, index)
+def _preserve_accelerators(types: tuple[str, ...], devices: Sequence[torch.device]) -> list[Part]:
+    """The generators of all accelerators that are set up. Parts that have to look again come last."""
+    parts: list[Part] = []
+    look_again: list[Part] = []
+    late: list[tuple[str, Any]] = []
+    for device_type, module, ready in accelerators(types):
+        if ready:
+            own, rest = preserve_devices(device_type, module, devices)
+            parts += own
+            if rest is not None:
+                look_again.append(rest)
+        else:
+            late.append((device_type, module))
+    if late:
+        look_again.append(Late(late))
+    return parts + look_again if look_again else parts
 
 
 class RandomState:
@@ -194,24 +157,18 @@ class RandomState:
 
     @classmethod
     def now(cls, tensors: Sequence[Tensor]) -> RandomState:
-        """Of the CPU's generator and of those on the tensors' devices."""
-        states: list[tuple[Callable[[Any], object], Any]] = [(set_cpu_state, get_cpu_state())]
-        for device in dict.fromkeys(_devices_of(tensors)):
-            module = accelerator_module(device.type)
-            if module is not None:
-                index = _index_of(device)
-                states.append((partial(_put, module, index), _snapshot(module, index)))
-        return cls(states)
+        """Of all that a region on `tensors` may draw from without being given it."""
+        return cls([(source.put_if_moved, source.read()) for source in default_generators(_devices_of(tensors))])
 
     @classmethod
     def like(cls, parts: Sequence[Part]) -> RandomState:
         """Of the generators that a region preserves."""
         states: list[tuple[Callable[[Any], object], Any]] = []
         for part in parts:
-            if type(part) is CpuGenerator:
-                states.append((set_cpu_state, get_cpu_state()))
-            elif type(part) is Generators:
-                states += [(partial(_put, part.module, index), _snapshot(part.module, index)) for index in part.ids]
+            if isinstance(part, Preserved):
+                states.append((part.source.put, part.source.read()))
+            elif isinstance(part, OtherDevices):
+                states.append((part.put, part.read()))
         return cls(states)
 
     def put(self) -> None:
@@ -219,30 +176,11 @@ class RandomState:
             put(state)
 
 
-def _snapshot(module: Any, index: int) -> Any:
-    """Where a generator stands. One that counts (CUDA's) stands at a seed and an offset: two numbers, no tensor."""
-    if module is torch.cuda:
-        generator = module.default_generators[index]
-        return generator.initial_seed(), generator.get_offset()
-    return _get_state(module, index)
-
-
-def _put(module: Any, index: int, snapshot: Any) -> None:
-    if not isinstance(snapshot, tuple):
-        _set_state(module, index, snapshot)
-        return
-    generator = module.default_generators[index]
-    seed, offset = snapshot
-    if generator.initial_seed() != seed:
-        generator.manual_seed(seed)
-    generator.set_offset(offset)
-
-
 # --- Modes ---
 
 
 class Modes:
-    """Whether torch functions are asked, autocast, and the default device: three parts that share one look.
+    """Whether torch functions are asked, the default device and dtype, and autocast: parts that share one look.
 
     They are almost always as they were. So they are read together, compared at once, and taken apart only where
     something differs.
@@ -253,13 +191,14 @@ class Modes:
     def __init__(self, device_type: str) -> None:
         self._types = types = _autocast_types(device_type)
         self._seen = seen = _look(types)
-        self._parts: list[Part] | None = None if seen[:2] == _USUAL else self._taken_apart()
+        self._parts: list[Part] | None = None if _is_usual(seen) else self._taken_apart()
 
     def _taken_apart(self) -> list[Part]:
-        usual = self._seen[:2] == _USUAL
+        usual = _is_usual(self._seen)
         return [
             TorchFunctions(TORCH_FUNCTION_ENABLED if usual else torch_function_state()),
-            Autocast(self._types, self._seen[2:]),
+            DefaultDtype(self._seen[2]),
+            Autocast(self._types, self._seen[3:]),
             DefaultDevice(None if usual else default_device()),
         ]
 
@@ -276,6 +215,7 @@ def _look(types: tuple[str, ...]) -> tuple[Any, ...]:
     seen = (
         torch_function_enabled(),
         function_mode_count(),
+        get_default_dtype(),
         is_autocast_cache_enabled(),
         is_autocast_enabled("cpu"),
         get_autocast_dtype("cpu"),
@@ -285,7 +225,9 @@ def _look(types: tuple[str, ...]) -> tuple[Any, ...]:
     return seen
 
 
-_USUAL = (True, 0)  # torch functions are asked, and no mode could be a default device
+def _is_usual(seen: tuple[Any, ...]) -> bool:
+    """Torch functions are asked, and there is no mode that could be a default device."""
+    return seen[0] and not seen[1]
 
 
 class Autocast:
@@ -302,7 +244,7 @@ class Autocast:
         self._seen = seen
 
     def restore(self) -> Undo | None:
-        if _look(self._types)[2:] == self._seen:
+        if _look(self._types)[3:] == self._seen:
             return None
         cache, *each = self._seen
         return _enter(
@@ -338,6 +280,22 @@ class DefaultDevice:
         if default_device() == self._device:
             return None
         return _enter([self._device or torch.device("cpu")])
+
+
+class DefaultDtype:
+    """`torch.set_default_dtype`. It holds for the whole process, so a replay changes it for other threads too."""
+
+    __slots__ = ("_dtype",)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def restore(self) -> Undo | None:
+        now = get_default_dtype()
+        if now is self._dtype:
+            return None
+        set_default_dtype(self._dtype)
+        return partial(set_default_dtype, now)
 
 
 class TorchFunctions:
@@ -390,25 +348,6 @@ class Place:
 # --- Which accelerator (the drop-in's names) ---
 
 
-class DefaultDeviceType:
-    """The accelerator type that counts when no tensor argument tells: by default the current accelerator, else cpu."""
-
-    _default_device_type: str | None = None
-
-    @staticmethod
-    def set_device_type(device: str = "cuda") -> None:
-        """Name the type, process-wide."""
-        DefaultDeviceType._default_device_type = device
-
-    @staticmethod
-    def get_device_type() -> str:
-        """The type in force; found once and then kept."""
-        if DefaultDeviceType._default_device_type is None:
-            accelerator = torch.accelerator.current_accelerator(check_available=True)
-            DefaultDeviceType._default_device_type = accelerator.type if accelerator is not None else "cpu"
-        return DefaultDeviceType._default_device_type
-
-
 def _devices_of(tensors: Sequence[Tensor]) -> list[torch.device]:
     """Where the tensors are that are not on the CPU."""
     if are_plain(tensors):
@@ -417,26 +356,26 @@ def _devices_of(tensors: Sequence[Tensor]) -> list[torch.device]:
         return [tensor.device for tensor in tensors if not tensor.is_cpu]
 
 
-def _type_of(devices: Sequence[torch.device]) -> str:
-    """The accelerator type that counts."""
+def _types_of(devices: Sequence[torch.device]) -> tuple[str, ...]:
+    """The accelerator types of a call, the one that counts for autocast and streams first."""
     if not devices:
-        return DefaultDeviceType.get_device_type()
+        return (DefaultDeviceType.get_device_type(),)
     first = devices[0].type
     types = sorted({device.type for device in devices})
     if len(types) == 1:
-        return first
+        return (first,)
     chosen = "cuda" if "cuda" in types else first
     warnings.warn(
-        "Tensor arguments, excluding CPU tensors, are detected on at least two types of devices. Random state and "
-        f"autocast are kept for one type only: {chosen}. Device types: {types} first device type: {first}",
+        "Tensor arguments, excluding CPU tensors, are detected on at least two types of devices. Autocast and stream "
+        f"are kept for one type only: {chosen}. Device types: {types} first device type: {first}",
         stacklevel=level_of_user_code(),
     )
-    return chosen
+    return (chosen, *(one for one in types if one != chosen))
 
 
 def infer_device_type(*args: Any) -> str:
     """The accelerator type of the tensors in `args`, at any depth."""
-    return _type_of(_devices_of(find_tensors(args, {})[0]))
+    return _types_of(_devices_of(find_tensors(args, {})[0]))[0]
 
 
 def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
@@ -445,11 +384,11 @@ def get_device_states(*args: Any) -> tuple[list[int], list[Tensor]]:
     CPU and meta tensors are passed over.
     """
     devices = _devices_of(find_tensors(args, {})[0])
-    ids = [_index_of(device) for device in devices if device.type != "meta"]
+    ids = [index_of(device) for device in devices if device.type != "meta"]
     if not ids:
         return [], []
-    module = accelerator_module(_type_of(devices))
-    return ids, [_get_state(module, index) for index in ids]
+    module = accelerator_module(_types_of(devices)[0])
+    return ids, [get_device_state(module, index) for index in ids]
 
 
 def set_device_states(devices: Sequence[int], states: Sequence[Tensor], *, device_type: str | None = None) -> None:
@@ -461,4 +400,4 @@ def set_device_states(devices: Sequence[int], states: Sequence[Tensor], *, devic
     if module is None:
         return
     for index, state in zip(devices, states, strict=True):
-        _set_state(module, index, state)
+        set_device_state(module, index, state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 from recollect import _errors
 from recollect._engine.frame import Options, run_region
 from recollect._engine.reentrant import CheckpointFunction
+from recollect._known import all_known
 from recollect._torch import is_stock_noop_context_fn
 from recollect.policy import Decision, Policy, Question, as_policy
 
@@ -28,8 +30,8 @@ Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractCont
 ContextFn = Callable[[], Contexts]
 PolicyLike = Policy | Callable[[Any, Question], Decision | None]
 
-DETERMINISM_CHECKS = ("default", "none")
-_DEFAULTS = Options()
+DETERMINISM_CHECKS = ("none", "default", "first", "values")
+_DEFAULTS = {check: Options(determinism_check=check) for check in DETERMINISM_CHECKS}
 
 
 def noop_context_fn() -> Contexts:
@@ -40,9 +42,18 @@ def noop_context_fn() -> Contexts:
 # --- Process-wide overrides ---
 
 
+def _check_of_this_run() -> str | None:
+    """What RECOLLECT_CHECK says: a check that takes the place of every region's own."""
+    check = os.environ.get("RECOLLECT_CHECK") or None
+    if check is not None and check not in DETERMINISM_CHECKS:
+        raise _errors.not_one_of("the environment variable RECOLLECT_CHECK", check, DETERMINISM_CHECKS)
+    return check
+
+
 class _Overrides:
     early_stop: bool | None = None
     debug: bool | None = None
+    check: str | None = _check_of_this_run()
 
 
 @contextlib.contextmanager
@@ -84,34 +95,35 @@ def checked_options(
     determinism_check: str,
     debug: bool,
     early_stop: bool,
-    preserve_rng_state: bool,
+    preserve_rng_state: bool | str,
     name: str | None,
     policy: PolicyLike | None,
 ) -> Options:
     if determinism_check not in DETERMINISM_CHECKS:
         raise _errors.not_one_of("determinism_check", determinism_check, DETERMINISM_CHECKS)
-    plain = name is None and policy is None
-    if plain and determinism_check == "default" and debug is False and early_stop is preserve_rng_state is True:
-        return _DEFAULTS
-    for argument, value in (("debug", debug), ("early_stop", early_stop), ("preserve_rng_state", preserve_rng_state)):
+    if name is None and policy is None and debug is False and early_stop is preserve_rng_state is True:
+        return _DEFAULTS[determinism_check]
+    for argument, value in (("debug", debug), ("early_stop", early_stop)):
         if not isinstance(value, int):  # bool among them
             raise _errors.not_a_bool(argument, value)
+    if preserve_rng_state != "all" and not isinstance(preserve_rng_state, int):
+        raise _errors.not_a_bool("preserve_rng_state", preserve_rng_state, or_else="all")
     return Options(
         determinism_check,
         bool(early_stop),
         bool(debug),
-        bool(preserve_rng_state),
+        preserve_rng_state if preserve_rng_state == "all" else bool(preserve_rng_state),
         name,
         None if policy is None else as_policy(policy),
     )
 
 
 def _overridden(options: Options) -> Options:
-    early_stop, debug = _Overrides.early_stop, _Overrides.debug
-    if early_stop is None and debug is None:
+    early_stop, debug, check = _Overrides.early_stop, _Overrides.debug, _Overrides.check
+    if early_stop is None and debug is None and check is None:
         return options
     return Options(
-        options.determinism_check,
+        options.determinism_check if check is None else check,
         options.early_stop if early_stop is None else early_stop,
         options.debug if debug is None else debug,
         options.preserve_rng_state,
@@ -172,7 +184,7 @@ def _run_reentrant(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    preserve_rng_state: bool,
+    preserve_rng_state: bool | str,
     *,
     context_fn: ContextFn,
     debug: bool,
@@ -213,10 +225,10 @@ def checkpoint(
     *args: Any,
     use_reentrant: bool | None = False,
     context_fn: ContextFn = noop_context_fn,
-    determinism_check: str = "default",
+    determinism_check: str = "first",
     debug: bool = False,
     early_stop: bool = True,
-    preserve_rng_state: bool = True,
+    preserve_rng_state: bool | str = True,
     policy: PolicyLike | None = None,
     **kwargs: Any,
 ) -> R:
@@ -227,11 +239,15 @@ def checkpoint(
         *args: Its arguments. Tensors in lists, tuples, dicts and dataclasses count as inputs too.
         use_reentrant: Take the reentrant variant, for programs that rely on it.
         context_fn: Called once; gives a context manager for the forward and one for the replays.
-        determinism_check: "default" compares shape, dtype and device of every recovered tensor with the original;
-            "none" does not.
+        determinism_check: "first" compares the first replay of a function with its forward by value, operator by
+            operator, and later ones as "default" does: by shape, dtype and device of every recovered tensor,
+            and by whether the weights are the same and unchanged. "values" compares every replay by value, saved tensor
+            by saved tensor. "none" compares nothing. The environment variable RECOLLECT_CHECK overrides it.
         debug: Let errors list the operators of the forward and of the replay, and where they part. Slow.
         early_stop: Stop a replay as soon as everything that is still needed has been recovered.
-        preserve_rng_state: Let a replay draw the random numbers that the forward drew.
+        preserve_rng_state: Let a replay draw the random numbers that the forward drew, from the generators of
+            the CPU and the accelerators. "all" adds Python's `random`, NumPy's global generator, generators among the
+            arguments, and those of `recollect.register_generator`.
         policy: What to keep all the same: a policy such as `recollect.save_ops(torch.ops.aten.mm)`,
             `recollect.by_name({"attn": recollect.Save()})` or `recollect.policies.save_attention`, or a function
             `(op_or_name, ctx) -> decision`, asked in the forward alone.
@@ -274,7 +290,7 @@ def run(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
-    preserve_rng_state: bool = True,
+    preserve_rng_state: bool | str = True,
     policy: PolicyLike | None = None,
     stacklevel: int = 2,
 ) -> Any:
@@ -287,6 +303,24 @@ def run(
         )
     options = checked_options(determinism_check, debug, early_stop, preserve_rng_state, None, policy)
     return _run(function, args, kwargs, options, context_fn)
+
+
+def verify_again(function: Callable[..., Any] | None = None) -> None:
+    """Let the next replay of a function be compared by value again, or of all functions.
+
+    Args:
+        function: As it is given to `checkpoint` or `remat`; what `remat` made of it will do too.
+
+    Example:
+        >>> import recollect
+        >>> recollect.verify_again()  # after something has changed that the model depends on
+    """
+    if function is not None and not callable(function):
+        raise _errors.not_callable("function", function)
+    if hasattr(function, "recollect_options"):
+        function = function.__wrapped__  # type: ignore[union-attr]
+    for known in all_known(function):
+        known.verified = False
 
 
 class _Rematted:
@@ -320,7 +354,7 @@ def remat(
     determinism_check: str = ...,
     debug: bool = ...,
     early_stop: bool = ...,
-    preserve_rng_state: bool = ...,
+    preserve_rng_state: bool | str = ...,
     context_fn: ContextFn = ...,
     name: str | None = ...,
     policy: PolicyLike | None = ...,
@@ -333,7 +367,7 @@ def remat(
     determinism_check: str = ...,
     debug: bool = ...,
     early_stop: bool = ...,
-    preserve_rng_state: bool = ...,
+    preserve_rng_state: bool | str = ...,
     context_fn: ContextFn = ...,
     name: str | None = ...,
     policy: PolicyLike | None = ...,
@@ -344,10 +378,10 @@ def remat(
     function: Any = None,
     /,
     *,
-    determinism_check: str = "default",
+    determinism_check: str = "first",
     debug: bool = False,
     early_stop: bool = True,
-    preserve_rng_state: bool = True,
+    preserve_rng_state: bool | str = True,
     context_fn: ContextFn = noop_context_fn,
     name: str | None = None,
     policy: PolicyLike | None = None,

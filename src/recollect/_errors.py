@@ -17,7 +17,17 @@ Signature = tuple[Any, ...]
 
 
 class CheckpointError(RuntimeError):
-    """A replay cannot give backward what the forward had: it would have been a guess."""
+    """A replay cannot give backward what the forward had: it would have been a guess.
+
+    Attributes:
+        operator: The first operator that differs, where that is known: "aten.mul.Tensor".
+        where: The line of user code that ran it, else where the region's function begins: "model.py:12 in forward".
+        cause: The likely cause, in words, where one was found.
+    """
+
+    operator: str | None = None
+    where: str | None = None
+    cause: str | None = None
 
 
 class SavedTensorChangedError(CheckpointError):
@@ -41,6 +51,18 @@ def describe_tensor(tensor: Tensor) -> str:
 
 def describe_function(function: Callable[..., Any], name: str | None = None) -> str:
     """`Block (model.py:12)`, as far as it can be known; never raises."""
+    label, code = _label_and_code(function)
+    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+    return f"{name!r}, {label}{where}" if name else f"{label}{where}"
+
+
+def place_of(function: Callable[..., Any]) -> str | None:
+    """`model.py:12 in forward`, where a function begins; None if it is not written in Python."""
+    _, code = _label_and_code(function)
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
+
+
+def _label_and_code(function: Callable[..., Any]) -> tuple[str, Any]:
     inner: Any = function
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -50,9 +72,7 @@ def describe_function(function: Callable[..., Any], name: str | None = None) -> 
     label = getattr(inner, "__qualname__", None) or type(inner).__name__
     kind: Any = type(inner)
     runs = inner if hasattr(inner, "__code__") else getattr(kind, "forward", kind.__call__)
-    code = getattr(runs, "__code__", None)
-    where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    return f"{name!r}, {label}{where}" if name else f"{label}{where}"
+    return label, getattr(runs, "__code__", None)
 
 
 def describe_value(value: object) -> str:
@@ -70,8 +90,9 @@ def not_one_of(argument: str, value: object, allowed: Sequence[str]) -> ValueErr
     return ValueError(f"{argument} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def not_a_bool(argument: str, value: object) -> TypeError:
-    return TypeError(f"{argument} must be True or False, got {describe_value(value)}")
+def not_a_bool(argument: str, value: object, or_else: str | None = None) -> TypeError:
+    allowed = "True or False" if or_else is None else f"True, False or {or_else!r}"
+    return TypeError(f"{argument} must be {allowed}, got {describe_value(value)}")
 
 
 def unexpected_keywords(names: Sequence[str]) -> ValueError:
@@ -168,7 +189,13 @@ def groups_overlap(region: str, index: int, details: str) -> CheckpointError:
 
 
 def different_replay(
-    region: str, forward: int, replay: int, mismatches: Sequence[tuple[int, Signature, Signature]], details: str
+    region: str,
+    forward: int,
+    replay: int,
+    mismatches: Sequence[tuple[int, Signature, Signature]],
+    details: str,
+    finding: Any,
+    place: str | None,
 ) -> CheckpointError:
     """The replay saved another number of tensors than the forward, or other ones; `details` come from `debug=True`."""
     message = []
@@ -196,8 +223,82 @@ def different_replay(
         ]
         if len(mismatches) > 10:
             message.append(f"  and {len(mismatches) - 10} more")
-    message.append(details or "Pass debug=True to see the operators of both and the first place where they part")
-    return CheckpointError("\n".join(message))
+    return _with_finding(message, finding, details, place)
+
+
+def _with_finding(message: list[str], finding: Any, details: str, place: str | None) -> CheckpointError:
+    if finding is not None and finding.lines:
+        message += finding.lines
+    elif not details:
+        message.append("Pass debug=True to see the operators of both and the first place where they part")
+    if details:
+        message.append(details)
+    error = CheckpointError("\n".join(message))
+    error.where = place
+    if finding is not None:
+        error.operator, error.where, error.cause = finding.operator, finding.where or place, finding.cause
+    return error
+
+
+def different_values(
+    region: str, count: int, unequal: Any, signature: Signature, details: str, finding: Any, place: str | None
+) -> CheckpointError:
+    """The replay saved tensors of the right shapes with other values."""
+    message = [
+        "Recomputed values differ from those of the forward of the checkpointed region "
+        f"{region}: saved tensor {unequal.slot} of {count} ({describe_signature(signature)})."
+    ]
+    return _with_finding(message, finding, details, place)
+
+
+def add_note(error: Exception, region: str, finding: Any) -> None:
+    """Say on an error of the user's function in a replay where the replay parts from the forward (Python 3.11)."""
+    if finding is not None and finding.lines and hasattr(error, "add_note"):
+        lines = [
+            f"It was raised in a replay of the checkpointed region {region}, and not in its forward.",
+            *finding.lines,
+        ]
+        error.add_note("\n".join(lines))
+
+
+def weight_changed(region: str, what: str) -> CheckpointError:
+    error = CheckpointError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what}. The checkpointed region {region} reads it, and it was changed after the region's forward: a replay "
+        "would compute with the new values, and the gradients would not belong to the outputs. Run backward before "
+        "changing it"
+    )
+    error.cause = f"{what} was changed in place since the forward"
+    return error
+
+
+def weight_stepped(region: str, what: str) -> CheckpointError:
+    error = CheckpointError(
+        f"an optimizer stepped {what} between the forward of the checkpointed region {region} and its backward. The "
+        "region reads it: a replay computes with the new values, and the gradients would not belong to the outputs. "
+        "Run backward before the step"
+    )
+    error.cause = f"{what} was stepped by an optimizer since the forward"
+    return error
+
+
+def another_leaf(region: str, index: int, then: str, now: str) -> CheckpointError:
+    error = CheckpointError(
+        f"the replay of the checkpointed region {region} does not use the weight that its forward used: where the "
+        f"forward saved {then}, the replay saved another tensor ({now}), saved tensor {index}. Look for a "
+        "variable that was bound anew since (a closure over a loop variable, a module or parameter that was replaced)"
+    )
+    error.cause = f"{then} was replaced by another tensor since the forward, or a closure sees another one"
+    return error
+
+
+def random_numbers_not_preserved(region: str, drawn: Sequence[str]) -> CheckpointError:
+    error = CheckpointError(
+        f"the checkpointed region {region} drew random numbers ({', '.join(drawn)}) and was told "
+        "preserve_rng_state=False: its replay would draw others. Leave the option out, or draw outside of the region"
+    )
+    error.cause = f"{', '.join(drawn)} drawn from, and not preserved"
+    return error
 
 
 def different_outputs(region: str, forward: int, replay: int) -> CheckpointError:
@@ -304,6 +405,22 @@ def served_from_memory(path: str) -> str:
     return (
         f"backward inside a checkpointed function through the named region {path!r}: its replay was handed the "
         "kept output of that region, which has no history. Let the policy recompute the region"
+    )
+
+
+def pinned_elsewhere(region: str, function: str) -> CheckpointError:
+    error = CheckpointError(
+        f"the replay of the checkpointed region {region} came to {function}, which is pinned or to run once, where the "
+        "forward did something else: the function did not take the same path twice before it got there"
+    )
+    error.cause = "another branch was taken"
+    return error
+
+
+def not_in_reentrant(function: str) -> RuntimeError:
+    return RuntimeError(
+        f"{function} is pinned, or to run once, inside a region of the reentrant variant, which remembers nothing from "
+        "its forward. Pass use_reentrant=False, or ask recollect.is_recomputing()"
     )
 
 

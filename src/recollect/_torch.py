@@ -6,11 +6,12 @@ otherwise; a missing one is an AttributeError when recollect is imported. Nothin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -489,6 +490,24 @@ def written_arguments(operator: Any) -> list[tuple[int, str]]:
     ]
 
 
+def running_statistics(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[int, str]]:
+    """Positions and names of the arguments that a batch norm writes to without its schema saying so."""
+    schema = getattr(operator, "_schema", None)
+    if schema is None or not any(argument.name == "running_mean" for argument in schema.arguments):
+        return []
+    if any(part in schema.name for part in ("backward", "no_update", "no_training", "functional")):
+        return []
+    found = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.name in ("running_mean", "running_var"):
+            found.append((position, argument.name))
+        elif argument.name in ("training", "train", "use_input_stats"):
+            given = args[position] if position < len(args) else kwargs.get(argument.name, False)
+            if not given:
+                return []
+    return found
+
+
 def gives_views(operator: Any) -> bool:
     """Whether an operator's result is a view of its argument, said or unsaid."""
     schema = getattr(operator, "_schema", None)
@@ -551,3 +570,58 @@ _UNSAID_VIEWS = frozenset(
 )
 SHARES_UNSAID = _UNSAID_VIEWS | frozenset(find_operators(("_c10d_functional.wait_tensor",)))
 CAST = torch.ops.aten._to_copy.default
+
+
+# --- Work of our own in the middle of a user's computation ---
+
+
+@contextlib.contextmanager
+def out_of_sight() -> Iterator[None]:
+    """Operators that no mode of the user sees, that no graph records and that autocast does not touch."""
+    # The autocast guard is by dispatch keys, which the public context, a nesting with a cache, is not.
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._DisableAutocast(),
+        torch.no_grad(),
+    ):
+        yield
+
+
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of no subclass has values in memory: not sparse, nested, quantized, meta, or all zero."""
+    return tensor.layout is torch.strided and not (
+        tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor._is_zerotensor()
+    )
+
+
+def makes_unwritten_memory(operator: Any) -> bool:
+    """Whether an operator gives memory without writing to it."""
+    name = operator_name(operator).rpartition(".")[2]
+    return name.startswith(("empty", "new_empty", "_efficientzerotensor"))
+
+
+def leaves_unwritten(operator: Any, args: Sequence[Any]) -> bool:
+    """Whether an operator does not write to an argument that its schema says it writes to: rrelu, but for training."""
+    return operator_name(operator).rpartition(".")[2] in ("rrelu_with_noise", "rrelu_with_noise_") and not (
+        len(args) > 4 and args[4]
+    )
+
+
+def put_versions(tensors: list[torch.Tensor], versions: list[int]) -> None:
+    """Set the version counters, for changes that were taken back."""
+    _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def can_be_recorded() -> bool:
+    """Whether values may be looked at.
+
+    Not while a compiler traces or a CUDA graph is captured, nor in forward-mode AD, whose zeros have no memory.
+    """
+    if torch.compiler.is_compiling() or in_dual_level():
+        return False
+    return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+# Whether this process has used a CUDA device. Builds without CUDA do not have it, nor a device that could be asked about.
+has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)

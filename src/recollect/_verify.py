@@ -123,6 +123,11 @@ def traces_start_here(function: F) -> F:
     return function
 
 
+def is_boundary(code: CodeType) -> bool:
+    """Whether it calls a region's function."""
+    return code in _BOUNDARIES
+
+
 def user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
     """The module path and the lines of user code that `frame` was called from, outermost first."""
     lines: list[str] = []
@@ -134,10 +139,10 @@ def user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
         elif (module := called_module(frame)) is not None:
             modules.append(module)
         frame = frame.f_back
-    return _module_path(modules[::-1]), tuple(reversed(lines))
+    return module_path(modules[::-1]), tuple(reversed(lines))
 
 
-def _module_path(modules: Sequence[torch.nn.Module]) -> str:
+def module_path(modules: Sequence[torch.nn.Module]) -> str:
     """`Block.attn.proj` from the modules whose calls are open, outermost first."""
     if not modules:
         return ""

@@ -65,7 +65,7 @@ def checkpoint(
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
-    preserve_rng_state: bool = True,
+    preserve_rng_state: bool | str = True,
     **kwargs: Any,
 ) -> Any:
     """`recollect.checkpoint` with PyTorch's default for `use_reentrant`: None, which warns and means True.

@@ -38,7 +38,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recollect import _ambient, _errors
+from recollect import _ambient, _errors, _verification
 from recollect._engine.replay import Replay, describe_difference, or_nothing, run_replay
 from recollect._engine.scope import Scope, Watch, here
 from recollect._engine.selective import forward_mode, tell_if_useless
@@ -55,6 +55,7 @@ from recollect._torch import (
     push_hooks,
     top_hooks,
 )
+from recollect._verification import Verification
 from recollect._verify import OperatorTrace, signature, traces_start_here
 from recollect.policy import Policy
 
@@ -66,7 +67,7 @@ class Options:
     determinism_check: str = "default"
     early_stop: bool = True
     debug: bool = False
-    preserve_rng_state: bool = True
+    preserve_rng_state: bool | str = True
     name: str | None = None
     policy: Policy | None = None
 
@@ -99,6 +100,7 @@ class Frame:
         "slots",
         "start",
         "trace",
+        "verification",
     )
 
     def __init__(
@@ -111,8 +113,10 @@ class Frame:
         around: Hooks | None,
         scope: Scope | None,
         path: str,
+        verification: Verification | None,
     ) -> None:
         self.function = function
+        self.verification = verification
         self.inputs = inputs
         self.ambient = ambient
         self.options = options
@@ -136,6 +140,10 @@ class Frame:
     def region(self) -> str:
         """How messages name it."""
         return _errors.describe_function(self.function, self.options.name)
+
+    def place(self) -> str | None:
+        """Where its function stands."""
+        return _errors.place_of(self.function)
 
     def replay_for(self, slot: Slot) -> Replay:
         """The replay of the running pass: run now, unless another thread of this backward was faster."""
@@ -258,12 +266,17 @@ def run_region(
 ) -> Any:
     """Call `function` as a region: what autograd saves in it becomes slots of a new frame."""
     tensors, flat = find_tensors(args, kwargs)
-    ambient = _ambient.capture(tensors, preserve_rng_state=options.preserve_rng_state)
+    outer = here.scope
+    following = outer is not None and outer.following
+    verification = _verification.begin(function, (args, kwargs), tensors, options, following=following)
+    ambient = _ambient.capture(tensors, preserve_rng_state=options.preserve_rng_state, arguments=(args, kwargs))
     hooks = top_hooks()
     inputs = Inputs(args, kwargs, tensors, flat, hooks)
-    outer = here.scope
-    frame = Frame(function, inputs, ambient, options, contexts[1] if contexts is not None else None, hooks, outer, path)
+    replay_context = contexts[1] if contexts is not None else None
+    frame = Frame(function, inputs, ambient, options, replay_context, hooks, outer, path, verification)
     signatures, slots, replays = frame.signatures, frame.slots, frame.replays
+    leaves = None if verification is None else verification.leaves
+    record = None if verification is None else verification.record
 
     last: Any = None
 
@@ -276,6 +289,10 @@ def run_region(
         signatures.append(last)
         slot = Slot(len(slots))
         slots.append(slot)
+        if leaves is not None and (
+            type(tensor) is not Tensor or tensor._base is not None or (tensor.requires_grad and tensor.is_leaf)
+        ):
+            leaves.saved(slot, tensor)
         return slot
 
     def unpack(slot: Slot) -> Tensor:
@@ -301,10 +318,13 @@ def run_region(
     hook: Callable[[Tensor], Slot] = pack
     if scope.watch is not None:
         hook = scope.pack = _watched(pack, scope.watch)
+    if record is not None:
+        scope.recorder = record
+        hook = scope.pack = record.saving(hook)
     try:
         here.scope = scope
         push_hooks(hook, unpack)
-        if contexts is None and frame.trace is None and options.policy is None:
+        if contexts is None and frame.trace is None and options.policy is None and record is None:
             result = function(*args, **kwargs)
         else:
             result = _call_in_contexts(scope, args, kwargs, contexts[0] if contexts is not None else None)
@@ -317,6 +337,8 @@ def run_region(
     frame.finished = True
     frame.end = scope.position
     _ambient.forward_ended(ambient)
+    if verification is not None:
+        verification.forward_ended()
     return result
 
 
@@ -340,7 +362,7 @@ def _call_in_contexts(
     mode = None if policy is None else forward_mode(policy, scope)
     raised: BaseException | None = None
     try:
-        with or_nothing(context), or_nothing(mode), or_nothing(frame.trace):
+        with or_nothing(context), or_nothing(mode), or_nothing(frame.trace), or_nothing(scope.recorder):
             try:
                 result = frame.function(*args, **kwargs)
             except BaseException as error:
@@ -360,4 +382,5 @@ def _call_in_contexts(
         for one in scope.modes:
             one.refused = None
         scope.modes = ()  # they hold the scope
+        scope.recorder = None
     return result

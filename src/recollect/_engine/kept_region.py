@@ -140,13 +140,17 @@ class _Argument:
 # --- Inside a kept region ---
 
 
-def _call_within(
+def call_within(
     scope: Scope, hooks: Hooks | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call the function of a kept region: nothing inside is decided by operators, and regions inside are kept too."""
-    scope.saving = True
-    for mode in scope.modes:
+    outside, scope.saving = scope.saving, True
+    recorder = scope.recorder
+    paused = [mode for mode in scope.modes if not mode.paused]
+    for mode in paused:
         mode.paused = True
+    if recorder is not None:
+        recorder.muted += 1
     try:
         if hooks is None:
             return function(*args, **kwargs)
@@ -156,9 +160,11 @@ def _call_within(
         finally:
             pop_hooks_of(hooks[0])
     finally:
-        scope.saving = False
-        for mode in scope.modes:
+        scope.saving = outside
+        for mode in paused:
             mode.paused = False
+        if recorder is not None:
+            recorder.muted -= 1
 
 
 class _ViewOf:
@@ -236,11 +242,11 @@ def keep(
     on_host = isinstance(mark.decision, Offload)
     around, hooks = top_hooks(), None
     if around is not None and around[0] is scope.pack:  # else the function has pushed hooks of its own: they decide
-        hooks = _hooks_inside(scope, kept, tensors, around, on_host=on_host)
+        hooks = hooks_inside(scope, kept.arguments, kept.path, tensors, around, frame.around, on_host=on_host)
         around = frame.around
     given, contents = list(tensors), None if flat else _contents((args, kwargs))
     try:
-        result = _call_within(scope, hooks, function, args, kwargs)
+        result = call_within(scope, hooks, function, args, kwargs)
     finally:
         tensors.clear()  # the hooks, which have it, live as long as the graph
     kept.changes_arguments = versions_of(given) != versions or (
@@ -284,10 +290,18 @@ def _are_same(before: list[Any], after: list[Any]) -> bool:
     return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
 
 
-def _hooks_inside(scope: Scope, kept: _KeptRegion, tensors: list[Tensor], outside: Hooks, *, on_host: bool) -> Hooks:
-    """Hooks that keep what autograd saves, but for the arguments `tensors` and views of them."""
-    frame, watch = scope.frame, scope.watch
-    around, used, places = frame.around, kept.arguments, _places(tensors)
+def hooks_inside(
+    scope: Scope,
+    used: list[int],
+    path: str,
+    tensors: list[Tensor],
+    outside: Hooks,
+    around: Hooks | None,
+    *,
+    on_host: bool,
+) -> Hooks:
+    """Hooks that keep what autograd saves, but for the arguments `tensors` and views of them, noted in `used`."""
+    frame, watch, places = scope.frame, scope.watch, _places(tensors)
     frame_pack, frame_unpack = outside
 
     def pack(tensor: Tensor) -> Any:
@@ -312,7 +326,7 @@ def _hooks_inside(scope: Scope, kept: _KeptRegion, tensors: list[Tensor], outsid
             return packed.of(frame_unpack(packed.slot))
         frame.differentiated |= not frame.finished
         if packed.is_changed():
-            raise _errors.kept_saved_tensor_changed(frame.region(), kept.path)
+            raise _errors.kept_saved_tensor_changed(frame.region(), path)
         value: Tensor = packed.get()
         return value
 
@@ -397,6 +411,8 @@ def replay(
     if kept.outputs is not None and not scope.frame.differentiated:
         try:
             result = _hand_out(kept.outputs, tensors, scope.path)
+            if scope.recorder is not None:
+                scope.recorder.adopt(result)
         except _errors.SavedTensorChangedError:
             pass
         else:
@@ -452,7 +468,7 @@ def _run_again(
     outside = top_hooks()
     owns_hooks = outside is not None and outside[0] is frame_pack
     try:
-        return _call_within(scope, (pack, _identity) if owns_hooks else None, function, args, kwargs)
+        return call_within(scope, (pack, _identity) if owns_hooks else None, function, args, kwargs)
     finally:
         tensors.clear()  # one that the region changed in place holds the hooks
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from recollect import _ambient, _errors
+from recollect._engine.scope import here
 from recollect._inputs import find_tensors
 from recollect._torch import backward_inside_backward, is_plain_backward, level_of_user_code, set_grad_enabled
 
@@ -53,7 +54,11 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.others = tuple(None if isinstance(value, Tensor) else value for value in args)
         ctx.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
         ctx.save_for_backward(*tensors)
-        result = function(*args)  # an autograd Function's forward runs without grad
+        outside, here.reentrant = here.reentrant, "forward"
+        try:
+            result = function(*args)  # an autograd Function's forward runs without grad
+        finally:
+            here.reentrant = outside
         _ambient.forward_ended(ctx.ambient)
         return result
 
@@ -66,12 +71,15 @@ class CheckpointFunction(torch.autograd.Function):
             values[place] = tensor
         detached = detach_variable(tuple(values))
         grad_was_enabled = torch.is_grad_enabled()
+        outside = here.reentrant
         undo: list[_ambient.Undo] = []
         try:
             _ambient.restore(ctx.ambient, undo)
             set_grad_enabled(True)
+            here.reentrant = "replay"
             result = ctx.function(*detached)
         finally:
+            here.reentrant = outside
             set_grad_enabled(grad_was_enabled)
             _ambient.undo_all(undo)
         results = (result,) if isinstance(result, Tensor) else result

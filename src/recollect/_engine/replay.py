@@ -22,6 +22,7 @@ What this is not: it does not decide when to replay or who gets the result (fram
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Container
 from functools import partial
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ from recollect._verify import OperatorTrace, first_difference, signatures_of, tr
 
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame
+    from recollect._guards import Stepped
 
 
 def find_alive(slots: list[Slot]) -> list[bool]:
@@ -102,6 +104,18 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     early_stop = options.early_stop or only is not None or not finished
 
     trace = replay.trace = OperatorTrace() if frame.trace is not None else None
+    verification = frame.verification if finished else None
+    recorder = stepped = leaves = probe = None
+    guarded: Container[int] = ()
+    stranger: tuple[int, Tensor] | None = None  # the first leaf that is another one than in the forward
+    if verification is not None:
+        verification.check(frame.region)
+        leaves = verification.leaves
+        guarded = leaves.by_slot
+        stepped = verification.stepped()
+        probe = verification.probe()
+        if only is None:
+            recorder = verification.new_record()
     state = _RUNNING
     stop: Stop | None = None
     surplus = 0
@@ -109,8 +123,10 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     operator = -1  # autograd's number for the operator that packed it, or that the stop is waiting for
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal unfilled, operator
+        nonlocal unfilled, operator, stranger
         index = len(tensors)
+        if index in guarded and stranger is None and leaves is not None and leaves.is_another(index, tensor):
+            stranger = (index, tensor.detach())
         if tensor.requires_grad:
             # The graph of the replay must not outlive it.
             kept = tensor.detach()
@@ -152,7 +168,11 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     try:
         _set_modes(undo)
         restore(frame.ambient, undo)
-        hook = pack if trace is None else trace.without(pack)
+        if verification is not None:
+            restore(verification.state(), undo)
+        hook: Callable[[Tensor], Tensor] = pack if trace is None else trace.without(pack)
+        if recorder is not None:
+            hook = recorder.saving(hook)
         undo.append(partial(pop_hooks_of, hook))
         push_hooks(hook, _identity)
         around = here.scope
@@ -160,10 +180,13 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         if around is not None:
             undo.append(partial(_resume, around.pause()))
         scope = here.scope = Scope(frame, hook, lambda: len(tensors) + surplus, around, replaying=True)
-        _call(scope, arguments, trace)
+        scope.recorder = recorder
+        _call(scope, arguments, trace, stepped)
     except BaseException as error:
         # Neither an error of the function nor Ctrl-C while the stop was on its way may be lost.
         if state != _COMPLETE or not isinstance(error, (Stop, Exception)):
+            if verification is not None and recorder is not None and isinstance(error, Exception):
+                _errors.add_note(error, frame.region(), verification.explain(recorder, stopped=True))
             raise
     finally:
         try:
@@ -173,6 +196,12 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             if stop is not None:
                 stop.__traceback__ = None  # it holds the frames that hold it
             undo_all(undo)
+    if recorder is not None:
+        recorder.ended()
+    if verification is not None and probe is not None and (moved := probe.moved()):
+        verification.has_drawn(frame.region(), moved)
+    if verification is not None and stepped is not None and stepped.found is not None:
+        raise verification.parameter_stepped(frame.region(), stepped.found)
 
     count = len(tensors) + surplus
     mismatches: list[tuple[int, Signature, Signature]] = []
@@ -193,7 +222,20 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     more = ended and finished and count > known
     if fewer or more or mismatches:
         details = describe_difference(frame, replay)
-        raise _errors.different_replay(frame.region(), known, count if fewer or more else known, mismatches, details)
+        finding = None if verification is None else verification.explain(recorder, stopped=replay.stopped)
+        count = count if fewer or more else known
+        raise _errors.different_replay(frame.region(), known, count, mismatches, details, finding, frame.place())
+    if verification is not None:
+        if stranger is not None:
+            raise verification.another_leaf(frame.region(), *stranger)
+        verification.leaves.note_versions()  # what the function itself changes is its own affair
+        if recorder is not None and (
+            unequal := verification.replay_ended(recorder, alive, [then[1] for then in signatures])
+        ):
+            details = describe_difference(frame, replay)
+            finding = verification.explain(recorder, unequal, stopped=replay.stopped)
+            then = signatures[unequal.slot]
+            raise _errors.different_values(frame.region(), known, unequal, then, details, finding, frame.place())
     return replay
 
 
@@ -237,13 +279,20 @@ def _grad_mode_off() -> None:
 
 
 @traces_start_here
-def _call(scope: Scope, arguments: Arguments, trace: OperatorTrace | None) -> None:
+def _call(scope: Scope, arguments: Arguments, trace: OperatorTrace | None, stepped: Stepped | None) -> None:
     frame = scope.frame
     args, kwargs = arguments
-    if frame.replay_context is None and trace is None and frame.options.policy is None:
+    policy, recorder = frame.options.policy, scope.recorder
+    if all(one is None for one in (frame.replay_context, trace, policy, recorder, stepped)):
         frame.function(*args, **kwargs)
         return
-    with or_nothing(frame.replay_context), or_nothing(replay_mode(scope)), or_nothing(trace):
+    with (
+        or_nothing(frame.replay_context),
+        or_nothing(replay_mode(scope)),
+        or_nothing(trace),
+        or_nothing(stepped),
+        or_nothing(recorder),
+    ):
         frame.function(*args, **kwargs)
 
 

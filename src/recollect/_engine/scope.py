@@ -39,6 +39,7 @@ class Scope:
         "path",
         "policy",
         "position",
+        "recorder",
         "replaying",
         "saving",
         "watch",
@@ -69,6 +70,7 @@ class Scope:
         if policy is not None:
             self.names: list[str] = []  # the paths of the named regions that were called, until the policy matched
         self.watch: Watch | None = watch if around is None or watch is not None else around.watch
+        self.recorder: Any = None  # of operators and values, where this run is to be compared
         self.modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here
 
     def noted(self, make: Callable[[], T]) -> T | None:
@@ -94,7 +96,8 @@ class Scope:
         paused = []
         scope: Scope | None = self
         while scope is not None:
-            paused += [mode for mode in (*scope.modes, scope.frame.trace) if mode is not None and not mode.paused]
+            modes = (*scope.modes, scope.frame.trace, scope.recorder)
+            paused += [mode for mode in modes if mode is not None and not mode.paused]
             scope = scope.around
         for mode in paused:
             mode.paused = True
@@ -103,6 +106,7 @@ class Scope:
 
 class _Here(threading.local):
     scope: Scope | None = None
+    reentrant: str | None = None  # "forward" or "replay" while a region of the reentrant variant runs
 
 
 here = _Here()

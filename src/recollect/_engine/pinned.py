@@ -1,0 +1,258 @@
+"""What happens once: side effects that a replay must not repeat, and decisions that it must not make anew.
+
+Both run in the forward only. The result stands in the journal (scope.py), which the outermost region owns, so every
+later run of the same code is handed it: the region's own replay, and that of a region around it, which runs this
+forward again. Autograd's side of it is that of a kept region (kept_region.py): what is saved inside is kept, but for
+the arguments, which a replay packs again; tensors that need grad are handed out as results that do.
+
+A result is copied when it is kept and again when it is handed out, so nobody can change it: it is meant for things as
+small as decisions are.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from recollect import _errors
+from recollect._ambient import RandomState
+from recollect._engine.kept_region import call_within, hooks_inside
+from recollect._engine.scope import Scope, here
+from recollect._inputs import by_hand, copy_of, find_tensors, rebuild
+from recollect._torch import as_inner_result, top_hooks
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def is_recomputing() -> bool:
+    """Whether a checkpointed function runs again for backward, rather than for the first time.
+
+    True also in what a replay runs of the regions inside. False outside of any region.
+
+    Example:
+        >>> import torch, recollect
+        >>> seen = []
+        >>> def block(x):
+        ...     seen.append(recollect.is_recomputing())
+        ...     return x.sin().exp()
+        >>> recollect.checkpoint(block, torch.ones(2, requires_grad=True)).sum().backward()
+        >>> seen
+        [False, True]
+    """
+    scope = here.scope
+    return here.reentrant == "replay" or (scope is not None and scope.following)
+
+
+def once(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function in the forward of a region only: for logging, counters, metrics.
+
+    Args:
+        function: What to call.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What it returns; in a replay, what it returned in the forward. If it raised, it raises the same again.
+
+    Example:
+        >>> import torch, recollect
+        >>> losses = []
+        >>> def block(x):
+        ...     recollect.once(losses.append, x.detach().sum())
+        ...     return x.sin().exp()
+        >>> recollect.checkpoint(block, torch.ones(2, requires_grad=True)).sum().backward()
+        >>> len(losses)
+        1
+    """
+    if not callable(function):
+        raise _errors.not_callable("function", function)
+    result: R = _call(function, args, kwargs)
+    return result
+
+
+def pin(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a decision be made in the forward and hold in the replay: routing, sampled branches, sizes of splits.
+
+    Args:
+        function: What decides. It may return tensors, with gradients too, and any Python value.
+
+    Returns:
+        A function that does the same; in a replay it returns what it returned in the forward.
+
+    Example:
+        >>> import torch, recollect
+        >>> def experts(x):
+        ...     scores = x.softmax(-1)
+        ...     weights, chosen = recollect.pin(torch.topk)(scores, 2)
+        ...     return (x.gather(-1, chosen) * weights).sum(-1)
+        >>> x = torch.randn(4, 8, requires_grad=True)
+        >>> recollect.checkpoint(experts, x).sum().backward()
+    """
+    if not callable(function):
+        raise _errors.not_callable("function", function)
+
+    @functools.wraps(function)
+    def pinned(*args: P.args, **kwargs: P.kwargs) -> R:
+        result: R = _call(function, args, kwargs)
+        return result
+
+    return pinned
+
+
+def skip_on_replay(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a hook of a module (or any function whose result may be left out) do nothing in a replay.
+
+    Args:
+        hook: A forward hook or pre-hook that has no part in the computation.
+
+    Returns:
+        A function that calls it in the forward, and gives None in a replay.
+
+    Example:
+        >>> import torch, recollect
+        >>> shapes = []
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> handle = layer.register_forward_hook(
+        ...     recollect.skip_on_replay(lambda module, args, output: shapes.append(output.shape)))
+        >>> block = torch.nn.Sequential(layer, torch.nn.Tanh())
+        >>> recollect.checkpoint(block, torch.ones(1, 2)).sum().backward()
+        >>> len(shapes)
+        1
+    """
+    if not callable(hook):
+        raise _errors.not_callable("hook", hook)
+
+    @functools.wraps(hook)
+    def skipped(*args: Any, **kwargs: Any) -> Any:
+        return None if is_recomputing() else hook(*args, **kwargs)
+
+    return skipped
+
+
+# --- In the journal ---
+
+
+class _Pinned:
+    """A tensor of a result."""
+
+    __slots__ = ("needs_grad", "value")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.needs_grad = tensor.requires_grad
+        self.value = copy_of(tensor.detach())
+
+
+class _Argument:
+    """Stands in a result for an argument that was returned."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Entry:
+    """One call."""
+
+    __slots__ = ("after", "arguments", "code", "error", "random", "result")
+
+    def __init__(self, code: object) -> None:
+        self.code = code  # of the function, to notice that a replay comes to another one
+        self.after = 0  # the journal's position behind it
+        self.arguments: list[int] = []  # those that were saved inside, in order
+        self.result: list[Any] = []  # the result, if the call has ended
+        self.error: Exception | None = None
+        self.random: RandomState | None = None
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    scope = here.scope
+    if scope is None:
+        if here.reentrant is not None:
+            raise _errors.not_in_reentrant(_errors.describe_function(function))
+        return function(*args, **kwargs)
+    code = getattr(function, "__code__", None) or getattr(function, "__name__", type(function))
+    entry = scope.noted(lambda: _Entry(code))
+    if entry is None:  # a replay within an unfinished forward, which has not come here yet
+        return function(*args, **kwargs)
+    if not isinstance(entry, _Entry) or entry.code != code:
+        raise _errors.pinned_elsewhere(scope.frame.region(), _errors.describe_function(function))
+    if not scope.following:
+        return _run(scope, entry, function, args, kwargs)
+    return _hand_out(scope, entry, args, kwargs, function)
+
+
+def _run(
+    scope: Scope, entry: _Entry, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    tensors = find_tensors(args, kwargs)[0]
+    given = list(tensors)
+    outside, hooks = top_hooks(), None
+    if outside is not None and outside[0] is scope.pack:  # else the function has pushed hooks of its own
+        name = _errors.describe_function(function)
+        hooks = hooks_inside(scope, entry.arguments, name, tensors, outside, None, on_host=False)
+    try:
+        result = call_within(scope, hooks, function, args, kwargs)
+    except Exception as error:
+        entry.error = _twin(error)
+        raise
+    finally:
+        tensors.clear()  # the hooks, which have it, live as long as the graph
+        entry.after = scope.position
+    made: dict[int, Any] = {id(argument): _Argument(index) for index, argument in enumerate(given)}
+
+    def keep(tensor: Tensor) -> Any:
+        if id(tensor) not in made:
+            made[id(tensor)] = _Pinned(tensor)
+        return made[id(tensor)]
+
+    entry.random = RandomState.like(scope.frame.ambient)
+    entry.result = [rebuild(result, Tensor, keep)]
+    return result
+
+
+def _twin(error: Exception) -> Exception:
+    """The same exception without its traceback, which holds everything that was alive."""
+    try:
+        return copy.copy(error).with_traceback(None)
+    except Exception:  # one that cannot be made from its own arguments
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _hand_out(
+    scope: Scope, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any]
+) -> Any:
+    tensors = find_tensors(args, kwargs)[0]
+    by_hand.packing = True
+    try:
+        for index in entry.arguments:
+            scope.pack(tensors[index])
+    finally:
+        by_hand.packing = False
+    scope.position = entry.after
+    if entry.error is not None:
+        raise _twin(entry.error)
+    if entry.random is not None:
+        entry.random.put()
+    made: dict[int, Tensor] = {}
+
+    def give(one: _Pinned | _Argument) -> Tensor:
+        if isinstance(one, _Argument):
+            return tensors[one.index]
+        if id(one) not in made:
+            value = copy_of(one.value)
+            if one.needs_grad:
+                message = _errors.served_from_memory(_errors.describe_function(function))
+                value = as_inner_result(value, tensors, message)
+            made[id(one)] = value
+        return made[id(one)]
+
+    result = rebuild(entry.result[0], (_Pinned, _Argument), give)
+    if scope.recorder is not None:
+        scope.recorder.adopt(result)
+    return result

@@ -1,0 +1,52 @@
+"""Counts the steps of optimizers.
+
+A fused optimizer, or one that works on `.data`, changes parameters without a trace in their version counters. Every
+`torch.optim.Optimizer` runs this file's hook after a step; what is noted is which parameters it stepped, and when.
+Nothing is kept alive by it. Sharded parameters are others than the gathered ones that a function reads: not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class Steps:
+    """The steps of all optimizers of this process."""
+
+    count = 0
+
+
+# For each parameter, by identity, the number of its last step; and what takes it out of there when it is gone.
+_last: dict[int, int] = {}
+_references: dict[int, weakref.ref[Tensor]] = {}
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    Steps.count += 1
+    number = Steps.count
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                place = id(parameter)
+                if place not in _references:
+                    _references[place] = weakref.ref(parameter, partial(_forget, place))
+                _last[place] = number
+
+
+def _forget(place: int, _: object) -> None:
+    _references.pop(place, None)
+    _last.pop(place, None)
+
+
+def stepped_since(count: int) -> set[int]:
+    """The identities of the parameters that were stepped after the `count`-th step."""
+    return {place for place, number in list(_last.items()) if number > count}
+
+
+register_optimizer_step_post_hook(_after_step)
