@@ -31,9 +31,9 @@ LAYERS = [
     ["recollect._verification"],
     ["recollect._differences"],
     ["recollect._guards", "recollect._ambient", "recollect._stores", "recollect.policy"],
-    ["recollect._record", "recollect._generators"],
+    ["recollect._record", "recollect._generators", "recollect._known"],
     ["recollect._inputs", "recollect._verify", "recollect._digest"],
-    ["recollect._errors", "recollect._steps", "recollect._known", "recollect._optimizers"],
+    ["recollect._errors", "recollect._steps", "recollect._optimizers"],
     ["recollect._torch"],
 ]
 HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}

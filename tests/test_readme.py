@@ -13,6 +13,11 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+def rounded(text):
+    """Sums are not the same to the last digit everywhere."""
+    return re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", text)
+
+
 def test_the_code_runs_and_prints_what_it_says(capsys, tmp_path):
     model = tmp_path / "model.py"
     source = "\n".join(blocks("python"))
@@ -20,7 +25,7 @@ def test_the_code_runs_and_prints_what_it_says(capsys, tmp_path):
     exec(compile(source, str(model), "exec"), {"__name__": "model"})
     printed = re.sub(r"[^\s(]*model\.py:\d+", "model.py:N", capsys.readouterr().out)
     table, error = (re.sub(r"model\.py:\d+", "model.py:N", block) for block in blocks("text")[:2])
-    assert error in printed
+    assert rounded(error) in rounded(printed)
     if not torch.__version__.startswith("2.13"):
         return  # attention consists of other operators there
     lines = iter(printed.splitlines())

@@ -158,7 +158,7 @@ class RandomState:
     @classmethod
     def now(cls, tensors: Sequence[Tensor]) -> RandomState:
         """Of all that a region on `tensors` may draw from without being given it."""
-        return cls([(source.put_if_moved, source.read()) for source in default_generators(_devices_of(tensors))])
+        return cls([(source.put, source.read()) for source in default_generators(_devices_of(tensors))])
 
     @classmethod
     def like(cls, parts: Sequence[Part]) -> RandomState:

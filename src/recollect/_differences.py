@@ -56,28 +56,33 @@ def first_unequal(
 def explain(
     forward: Recorder,
     replay: Recorder,
-    unequal: Unequal | None,
+    slot: int | None,
     *,
     modules: Sequence[torch.nn.Module],
     drawn: Sequence[str],
+    preserves_all: bool,
     stopped: bool,
 ) -> Finding:
-    """Say where the two part; `drawn` names generators that the forward drew from and that are not preserved."""
+    """Say where the two part.
+
+    `slot` is the first that differs; `drawn` names generators that the forward drew from and that are not preserved.
+    """
     place, by = _first_step(forward.steps, replay.steps, stopped=stopped)
     outside = _first_read(forward, replay, place)
     lines: list[str] = []
     step: Step | None = None
     site = forward.called_from
     if place is None and outside is None:
-        if unequal is not None:
-            lines, step = _since_last_equal(replay, unequal, site)
+        if slot is not None:
+            lines, step = _since_last_equal(replay, slot, site)
     elif outside is not None:
         step = _at(replay.steps, outside.step) or _at(forward.steps, outside.step)
         if step is not None:
             lines.append(f"The first operator that reads another value: {_step_in_words(step, site)}.")
     elif place is not None:
         lines, step = _parting(forward.steps, replay.steps, place, by, site)
-    cause = _cause(forward, replay, outside, modules, drawn, branched=place is not None and by == 0)
+    branched = place is not None and by == 0
+    cause = _cause(forward, replay, outside, modules, drawn, branched=branched, preserves_all=preserves_all)
     if cause is not None:
         lines.append(f"Likely cause: {cause}.")
     where = None if step is None else step.where
@@ -152,10 +157,11 @@ def _parting(
     return lines, step
 
 
-def _since_last_equal(replay: Recorder, unequal: Unequal, site: str | None) -> tuple[list[str], Step | None]:
-    index = unequal.slot
-    first = replay.saved[index - 1].steps if index else 0
-    steps = replay.steps[first : replay.saved[index].steps] or replay.steps[max(first - 1, 0) : first]
+def _since_last_equal(replay: Recorder, slot: int, site: str | None) -> tuple[list[str], Step | None]:
+    saved = replay.saved
+    first = saved[slot - 1].steps if 0 < slot <= len(saved) else 0
+    last = saved[slot].steps if slot < len(saved) else len(replay.steps)
+    steps = replay.steps[first:last] or replay.steps[max(first - 1, 0) : first]
     if not steps:
         return [
             "No operator made it: it is an argument or a tensor from outside, and has other values now (through "
@@ -176,23 +182,27 @@ def _cause(
     drawn: Sequence[str],
     *,
     branched: bool,
+    preserves_all: bool,
 ) -> str | None:
-    causes = []
-    if outside is not None:
+    causes = [f"{name} was drawn from in the forward and is not preserved" for name in drawn]
+    if not drawn and forward.has_own_generators and not preserves_all:
+        causes.append(
+            "a torch.Generator of your own is drawn from, which is not preserved (recollect.register_generator, and "
+            'preserve_rng_state="all")'
+        )
+    if outside is not None and not causes:
         tensor = outside.tensor()
         known = {id(one.tensor()) for one in forward.reads.values()}
         name = "a tensor from outside" if tensor is None else name_of(tensor, modules)
         changed = "was changed since the forward" if id(tensor) in known else "is read in place of another one"
-        if not (drawn and tensor is None):  # made from a NumPy array, say
-            causes.append(f"{name} {changed}")
-    causes += [f"{name} was drawn from in the forward and is not preserved" for name in drawn]
+        causes.append(f"{name} {changed}")
     flags = [
         f"{type(module).__name__} was in {_mode(then)} in the forward and is in {_mode(now[1])}"
         for place, (reference, then) in forward.training.items()
         if (now := replay.training.get(place)) is not None and now[1] != then and (module := reference()) is not None
     ]
     causes += flags[:2]
-    if not outside and not drawn:
+    if not causes:
         causes += _rebound(forward, replay)[:2]
     if not causes:
         return "another branch was taken" if branched else None

@@ -145,21 +145,30 @@ def initialised_in_forward(device_type: str) -> RuntimeError:
 
 def input_changed(region: str, what: str, *, by_region: bool) -> CheckpointError:
     who = "by the region itself" if by_region else "after the region's forward had begun"
-    return CheckpointError(
+    error = CheckpointError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"{what}. It is an input of the checkpointed region {region}, changed {who}: a replay must start from what the "
         "forward started from. Use the out-of-place operator, or pass a clone"
     )
+    error.cause = f"{what}: an input changed in place, {who}"
+    return error
 
 
-def saved_tensor_changed(region: str, index: int, tensor: Tensor, node: object, details: str) -> CheckpointError:
+def saved_tensor_changed(
+    region: str, index: int, tensor: Tensor, node: object, details: str, change: tuple[str, str | None] | None
+) -> CheckpointError:
     operator = f"that {_node_name(node)} saved " if node is not None else ""
-    return SavedTensorChangedError(
+    by = "" if change is None else f" It was changed by {change[0]}, at {change[1]}."
+    error = SavedTensorChangedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"the tensor {operator}({describe_tensor(tensor)}, saved tensor {index} of the checkpointed region {region}). "
         "The function changed it after an operator had saved it. Plain autograd refuses this too. Use the out-of-place "
-        f"operator, or change a clone.{details or ' Pass debug=True to see the operators'}"
+        f"operator, or change a clone.{by}{details or ('' if by else ' Pass debug=True to see the operators')}"
     )
+    error.cause = "the function changed in place what an operator had saved"
+    if change is not None:
+        error.operator, error.where = change
+    return error
 
 
 def _node_name(node: Any) -> str:
@@ -169,16 +178,18 @@ def _node_name(node: Any) -> str:
         return type(node).__name__
 
 
-def unpacked_twice(region: str, index: int, details: str) -> CheckpointError:
-    return CheckpointError(
+def unpacked_twice(region: str, index: int, details: str, where: str | None) -> CheckpointError:
+    error = CheckpointError(
         "Unpack is being triggered for a tensor that was already unpacked once in this backward: "
         f"saved tensor {index} of the checkpointed region {region}. Recovered tensors are freed as soon as they are "
         "used. A custom autograd Function must read ctx.saved_tensors once and keep the result in a local variable"
-        f"{details}"
+        f"{'' if where is None else f'. This is read at {where}'}{details}"
     )
+    error.where, error.cause = where, "a saved tensor is read twice in one backward"
+    return error
 
 
-def groups_overlap(region: str, index: int, details: str) -> CheckpointError:
+def groups_overlap(region: str, index: int, details: str, where: str | None) -> CheckpointError:
     return CheckpointError(
         "Unpack is being triggered for a tensor that was already unpacked once under this GraphExecGroup: "
         f"saved tensor {index} of the checkpointed region {region}. Performing two backward calls that overlap, that "
@@ -282,6 +293,16 @@ def weight_stepped(region: str, what: str) -> CheckpointError:
     return error
 
 
+def weight_replaced(region: str, then: str, now: str | None) -> CheckpointError:
+    by = "is gone" if now is None else f"was replaced by another one, {now},"
+    error = CheckpointError(
+        f"{then}, which the checkpointed region {region} read in its forward, {by} before its backward: a replay would "
+        "compute with other values, and the gradients would not belong to the outputs. Run backward first"
+    )
+    error.cause = f"{then} was replaced since the forward"
+    return error
+
+
 def another_leaf(region: str, index: int, then: str, now: str) -> CheckpointError:
     error = CheckpointError(
         f"the replay of the checkpointed region {region} does not use the weight that its forward used: where the "
@@ -316,13 +337,16 @@ DEBUG_NOTE = (
 # --- Selective checkpointing ---
 
 
-def kept_output_changed(operator: str, changed_by: str) -> CheckpointError:
+def kept_output_changed(operator: str, changed_by: str, where: str | None) -> CheckpointError:
     who = f"by {changed_by}" if changed_by else "after the region's forward had ended"
-    return CheckpointError(
+    error = CheckpointError(
         f"the output of {operator} that the policy keeps has been mutated {who}: the replay would be handed "
         'another value. Use the out-of-place operator, keep a private copy (recollect.Save(on_mutation="copy")), or '
         f"let the policy recompute {operator}"
     )
+    error.operator = changed_by.split(",")[0].split(" ")[0] or operator
+    error.where, error.cause = where, f"the kept output of {operator} was changed in place {who}"
+    return error
 
 
 def called_more_often(region: str, operator: str, times: int) -> CheckpointError:

@@ -11,8 +11,9 @@ Rules:
 - That holds for a region's own devices: those of its arguments, else the current one. Another device counts as used
   if its generator moved while the forward ran; it is read at the start and compared at the end, and where nothing
   moved, a replay does not touch it. It may not: autograd has a thread for each device, so regions of two devices are
-  replayed at the same time, and each would set the other's generator while the other draws. What a region draws on
-  such a device within `fork_rng` goes unseen.
+  replayed at the same time, and each would set the other's generator while the other draws. Two things go unseen: what
+  a region draws on such a device within `fork_rng`, and a state that was set by hand on a device that the region is
+  the first to use.
 - A device belongs to the thread whose regions have it for their own. If it moves while a region of another thread
   runs, that says nothing about this region (`torch.nn.DataParallel` runs a thread for each device). A replay counts
   as run by the thread of its forward.
@@ -54,10 +55,6 @@ class Source:
     read: Callable[[], Any]
     put: Callable[[Any], None]
     counts: bool = False  # its state is a seed and an offset, cheaper to compare than to put
-
-    def put_if_moved(self, state: Any) -> None:
-        if not _same(state, self.read()):
-            self.put(state)
 
 
 # Torch makes a Python object while it holds a generator's own lock. That may set off a garbage collection, whose
@@ -138,11 +135,8 @@ def set_device_state(module: Any, index: int, state: Tensor) -> None:
         module.set_rng_state(state, index)
 
 
-def _read_count(generator: Any, index: int) -> tuple[int, int]:
-    # A device that the process has never used has drawn nothing. Of eight devices seven may be so, and to be asked for
-    # its offset a generator asks the driver. If its state was set by hand all the same, the offset is wrong: so what
-    # may be such a device is put only if it has moved.
-    return generator.initial_seed(), generator.get_offset() if has_context(index) else 0
+def _read_count(generator: Any) -> tuple[int, int]:
+    return generator.initial_seed(), generator.get_offset()
 
 
 def _put_count(generator: Any, state: tuple[int, int]) -> None:
@@ -156,24 +150,8 @@ def _source(device_type: str, module: Any, index: int) -> Source:
     name = f"{device_type}:{index}'s generator"
     if device_type == "cuda" and hasattr(module, "default_generators"):
         generator = module.default_generators[index]
-        return Source(name, partial(_read_count, generator, index), partial(_put_count, generator), counts=True)
+        return Source(name, partial(_read_count, generator), partial(_put_count, generator), counts=True)
     return Source(name, partial(get_device_state, module, index), partial(set_device_state, module, index))
-
-
-@cache
-def _sources(device_type: str, module: Any) -> tuple[Source, ...]:
-    """Of all devices of an accelerator that is set up; none where they cannot be told."""
-    if hasattr(module, "default_generators"):
-        return tuple(_source(device_type, module, index) for index in range(len(module.default_generators)))
-    found: list[Source] = []
-    for index in range(module.device_count() if hasattr(module, "device_count") else 0):
-        source = _source(device_type, module, index)
-        try:
-            source.read()
-        except Exception:  # it counts devices that this process may not use
-            break
-        found.append(source)
-    return tuple(found)
 
 
 def index_of(device: torch.device) -> int:
@@ -181,10 +159,61 @@ def index_of(device: torch.device) -> int:
     return device.index or 0
 
 
-def _own(device_type: str, module: Any, devices: Iterable[torch.device]) -> list[int]:
-    """The numbers of a region's own devices of one type."""
-    own = list(dict.fromkeys(index_of(device) for device in devices if device.type == device_type))
-    return own or [int(module.current_device()) if hasattr(module, "current_device") else 0]
+class Devices:
+    """The devices of one accelerator that is set up.
+
+    Of eight devices a program may use one and leave seven to others. A device that the process has never used has
+    drawn nothing, and is not asked where its generator stands: for CUDA's, that is a question to the driver.
+    """
+
+    __slots__ = ("_module", "_others", "_type", "_unused", "sources")
+
+    def __init__(self, device_type: str, module: Any) -> None:
+        self._type = device_type
+        self._module = module
+        self.sources = self._find()  # of all of them; none where they cannot be told
+        self._unused = tuple(index for index, source in enumerate(self.sources) if source.counts)
+        self._others: dict[tuple[int, ...], tuple[list[Source], list[int]]] = {}
+
+    def _find(self) -> list[Source]:
+        kind, module = self._type, self._module
+        if hasattr(module, "default_generators"):
+            return [_source(kind, module, index) for index in range(len(module.default_generators))]
+        found: list[Source] = []
+        for index in range(module.device_count() if hasattr(module, "device_count") else 0):
+            source = _source(kind, module, index)
+            try:
+                source.read()
+            except Exception:  # it counts devices that this process may not use
+                break
+            found.append(source)
+        return found
+
+    def own(self, devices: Iterable[torch.device]) -> tuple[int, ...]:
+        """The numbers of those that belong to a region with arguments on `devices`."""
+        own = tuple([index_of(device) for device in dict.fromkeys(devices) if device.type == self._type])
+        if own:
+            return own
+        return (int(self._module.current_device()) if hasattr(self._module, "current_device") else 0,)
+
+    def source(self, index: int) -> Source:
+        """The generator of one of them."""
+        return self.sources[index] if self.sources else _source(self._type, self._module, index)
+
+    def others(self, own: tuple[int, ...]) -> tuple[list[Source], list[int]]:
+        """The generators of those in use that are not `own`, and the numbers of those that have never been used."""
+        if any(map(has_context, self._unused)):
+            self._unused = tuple(index for index in self._unused if not has_context(index))
+            self._others = {}
+        found = self._others.get(own)
+        if found is None:
+            rest = [index for index in range(len(self.sources)) if index not in own]
+            unused = [index for index in rest if index in self._unused]
+            found = self._others[own] = [self.sources[index] for index in rest if index not in unused], unused
+        return found
+
+
+devices_of = cache(Devices)  # by type and module
 
 
 def default_generators(devices: Sequence[torch.device] = ()) -> list[Source]:
@@ -192,9 +221,9 @@ def default_generators(devices: Sequence[torch.device] = ()) -> list[Source]:
     found = [CPU]
     for device_type, module, ready in accelerators(tuple(dict.fromkeys(device.type for device in devices))):
         if ready:
-            found += _sources(device_type, module) or [
-                _source(device_type, module, index) for index in _own(device_type, module, devices)
-            ]
+            accelerator = devices_of(device_type, module)
+            own = accelerator.own(devices)
+            found += [*map(accelerator.source, own), *accelerator.others(own)[0]]
     return found
 
 
@@ -277,57 +306,71 @@ _owners: dict[str, object] = {}  # the thread that each device belongs to, by th
 class OtherDevices(Watching):
     """The generators of the devices that are not the region's own."""
 
-    __slots__ = ("_preserved", "_thread")
+    __slots__ = ("_accelerator", "_preserved", "_thread", "_unused")
 
-    def __init__(self, sources: Iterable[Source]) -> None:
+    def __init__(self, accelerator: Devices, sources: Iterable[Source], unused: list[int]) -> None:
+        self._accelerator = accelerator
         self._preserved = [Preserved(source) for source in sources]
+        self._unused = unused
         self._thread = _thread.token
 
     def forward_ended(self) -> None:
+        self._look_at_unused()
         self._preserved = [one for one in self._preserved if one.is_moved()]
+        self._unused = []
+
+    def _look_at_unused(self) -> None:
+        if any(map(has_context, self._unused)):
+            for index in filter(has_context, self._unused):
+                preserved = Preserved(self._accelerator.sources[index])
+                preserved.state = (preserved.state[0], 0)  # where a seed leaves it
+                self._preserved.append(preserved)
+            self._unused = [index for index in self._unused if not has_context(index)]
 
     def _used(self) -> list[Preserved]:
         """Those of the devices that the region used. Judged late: another thread's first region may have come since."""
         return [one for one in self._preserved if _owners.get(one.source.name, self._thread) is self._thread]
 
     def read(self) -> dict[str, Any]:
+        self._look_at_unused()
         return {one.source.name: one.source.read() for one in self._preserved}
 
     def put(self, states: dict[str, Any]) -> None:
         for one in self._used():
-            one.source.put_if_moved(states[one.source.name])
+            # It may have come into use only after they were read.
+            one.source.put(states.get(one.source.name, one.state))
 
     def restore(self) -> Callable[[], object] | None:
+        self._look_at_unused()
         here, used = _thread.token, self._used()
         if here is self._thread and not used:
             return None
-        around = [(one.source, one.source.read()) for one in used]
+        undo = [one.restore() for one in used]
 
-        def undo() -> None:
+        def undo_all() -> None:
             _thread.token = here
-            for source, state in around:
-                source.put_if_moved(state)
+            for step in undo:
+                step()
 
         _thread.token = self._thread
-        for one in used:
-            one.source.put_if_moved(one.state)
-        return undo
+        return undo_all
 
 
 def preserve_devices(
     device_type: str, module: Any, devices: Iterable[torch.device]
 ) -> tuple[list[Preserved], OtherDevices | None]:
     """The parts for an accelerator that is set up: the region's own devices, and the others where there are any."""
-    sources = _sources(device_type, module)
-    if len(sources) == 1:
-        return [Preserved(sources[0])], None
-    own = _own(device_type, module, devices)
-    if not sources:
-        return [Preserved(_source(device_type, module, index)) for index in own], None
-    for index in own:
-        _owners[sources[index].name] = _thread.token
-    others = [source for index, source in enumerate(sources) if index not in own]
-    return [Preserved(sources[index]) for index in own], OtherDevices(others) if others else None
+    accelerator = devices_of(device_type, module)
+    if len(accelerator.sources) == 1:
+        return [Preserved(accelerator.sources[0])], None
+    own = accelerator.own(devices)
+    preserved = [Preserved(accelerator.source(index)) for index in own]
+    sources, unused = accelerator.others(own)
+    if not sources and not unused:
+        return preserved, None
+    for one in preserved:
+        _owners[one.source.name] = _thread.token
+    return preserved, OtherDevices(accelerator, sources, unused)
 
 
 # --- Those of the process and of the user ---
@@ -418,7 +461,7 @@ def register_generator(generator: G) -> G:
 
     Generators among a region's arguments are found without this; it is for those that a function reaches in another
     way: a global, a closure, an attribute of a module. It is not kept alive by this where it can be referred to weakly
-    (NumPy's cannot, nor torch's before 2.13). To register it twice does no harm.
+    (NumPy's cannot, nor can torch's in 2.11). To register it twice does no harm.
 
     Args:
         generator: A `torch.Generator`, `random.Random`, `numpy.random.Generator` or `numpy.random.RandomState`, or
@@ -485,7 +528,7 @@ class Probe:
 
     Args:
         everything: Look also at the generators that only `preserve_rng_state="all"` preserves. Reading Python's and
-            NumPy's takes some ten microseconds each.
+            NumPy's takes some tens of microseconds.
         arguments: With `everything`, where to look for generators of the user.
     """
 

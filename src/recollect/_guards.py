@@ -4,15 +4,14 @@
 - `Buffers`: what the function changes in place outside of itself; a replay starts from what the forward started
   from, and leaves behind what it found.
 - `Leaves`: weights, which must be the same and unchanged: that cannot be put back, and is an error.
-- `Stepped`: notices in a replay that it reads a parameter that an optimizer has stepped since the forward.
+- `Reading`: notices in a replay that it reads something that was changed, or stepped, since the forward.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from sys import getrefcount
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from recollect._digest import copies, overwrite
 from recollect._inputs import versions_of
 from recollect._known import Known
 from recollect._record import Recorder
-from recollect._torch import OperatorMode, put_versions, without_torch_function
+from recollect._torch import OperatorMode, put_versions, storage_key, without_torch_function
 
 Undo = Any
 
@@ -54,7 +53,7 @@ class Buffers:
 
     __slots__ = ("_before", "_tensors")
 
-    def __init__(self, tensors: Sequence[weakref.ref[Tensor]], before: Sequence[Tensor | None]) -> None:
+    def __init__(self, tensors: Sequence[Callable[[], Tensor | None]], before: Sequence[Tensor | None]) -> None:
         self._tensors = tensors
         self._before = before
 
@@ -63,12 +62,12 @@ class Buffers:
         """As they are now, for a forward that is about to begin."""
         if not known.writes:
             return None
-        references: list[weakref.ref[Tensor]] = []
+        references: list[Callable[[], Tensor | None]] = []
         before: list[Tensor | None] = []
-        for reference, is_read in list(known.writes.values()):
-            tensor = reference()
+        for get, is_read in list(known.writes.values()):
+            tensor = get()
             if tensor is not None:
-                references.append(reference)
+                references.append(weakref.ref(tensor))
                 before.append(copies([tensor])[0] if is_read else None)
         return cls(references, before)
 
@@ -76,7 +75,11 @@ class Buffers:
     def recorded(cls, record: Recorder) -> Buffers | None:
         """As they were when a recorded forward first changed them."""
         writes = list(record.writes.values())
-        return cls([write.tensor for write in writes], [write.before for write in writes]) if writes else None
+        return cls([partial(_itself, one.alias) for one in writes], [one.before for one in writes]) if writes else None
+
+    def memory(self) -> list[int]:
+        """Whose memory they are."""
+        return [storage_key(tensor) for reference in self._tensors if (tensor := reference()) is not None]
 
     def restore(self) -> Undo | None:
         pairs = [(reference(), before) for reference, before in zip(self._tensors, self._before, strict=True)]
@@ -93,13 +96,47 @@ class Buffers:
         return undo
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def lasting(record: Recorder, modules: Sequence[torch.nn.Module]) -> list[tuple[Tensor, bool]]:
+    """What a recorded run changed, as tensors that will be there in the next one; with it, whether it must be put back.
+
+    What was changed may have been a `.data` or a view of a buffer: then it is the buffer, or what else was read there.
+    """
+    there = {}
+    for read in record.reads.values():
+        tensor = read.tensor()
+        if tensor is not None:
+            there[read.memory] = tensor
+    for module in modules:
+        there.update((storage_key(one), one) for one in (*module.buffers(), *module.parameters()))
+    found = []
+    for memory, write in record.writes.items():
+        lives = write.tensor()
+        owner = there.get(memory, lives) if lives is None or lives._base is None else lives
+        if owner is not None and not owner.requires_grad:
+            found.append((owner, write.is_read and write.matters))
+    return found
+
+
 # --- Weights ---
 
 
 class Leaves:
-    """The leaves that need grad which a region saved, itself or as a view, and those that it is known to read."""
+    """The leaves that a region saved, themselves or as a view, and what else it is known to read from outside."""
 
-    __slots__ = ("_arguments", "_known", "_versions", "by_slot", "watched")
+    __slots__ = (
+        "_arguments",
+        "_at_home",
+        "_known",
+        "_others",
+        "_versions",
+        "_versions_of_others",
+        "by_slot",
+        "watched",
+    )
 
     def __init__(self, arguments: Sequence[Tensor], known: Known) -> None:
         # Arguments have a guard of their own, and may come back through hooks as other tensors.
@@ -108,6 +145,9 @@ class Leaves:
         self.by_slot: dict[int, Tensor] = {}
         self.watched: list[Tensor] = []  # must not change
         self._versions: list[int] = []
+        self._at_home: list[Tensor | None] = []  # the parameters that the function reads, where its modules have them
+        self._others: list[weakref.ref[Tensor]] = []
+        self._versions_of_others: list[int] = []
 
     def saved(self, index: int, tensor: Tensor) -> None:
         """Take note of a saved tensor that may be a leaf or a view of one."""
@@ -123,24 +163,38 @@ class Leaves:
 
     def forward_ended(self, record: Recorder | None) -> None:
         """The versions that count are those after the forward: what it changes itself is its own affair."""
-        if record is None and not self.by_slot and not self._known.reads:
-            self._arguments = ()
-            return
         read: list[Tensor | None] = []
         if record is not None:
-            read = [one.tensor() for one in record.reads.values()]
-            for index, leaf in list(self.by_slot.items()):
-                if record.made(leaf):
-                    del self.by_slot[index]
+            read = [one.tensor() for one in record.reads.values() if one.memory not in record.changed]
+            self.by_slot = {slot: leaf for slot, leaf in self.by_slot.items() if not record.made(leaf)}
         elif self._known.reads:
             read = [reference() for reference in self._known.reads]
-        leaves = {id(leaf): leaf for leaf in self.by_slot.values()}
+            homes = [(module(), name) for module, name in self._known.homes]
+            self._at_home = [None if module is None else getattr(module, name, None) for module, name in homes]
+        changed = () if record is None else record.changed
+        leaves = {id(leaf): leaf for leaf in self.by_slot.values() if storage_key(leaf) not in changed}
+        others = {}
         for tensor in read:
-            if tensor is not None and tensor.requires_grad and tensor.is_leaf and not self._is_argument(tensor):
+            if tensor is None or self._is_argument(tensor):
+                continue
+            if tensor.is_leaf and tensor.requires_grad:
                 leaves[id(tensor)] = tensor
-        self._arguments = ()
+            elif not tensor.requires_grad:
+                others[id(tensor)] = tensor
+        self.forget_arguments()
         self.watched = list(leaves.values())
+        # A graph holds its leaves, and nothing else that a function has read: neither may this.
+        self._others = [weakref.ref(tensor) for tensor in others.values()]
+        self._versions_of_others = versions_of(list(others.values()))
         self.note_versions()
+
+    def forget_arguments(self) -> None:
+        """They are not this guard's to keep."""
+        self._arguments = ()
+
+    def read(self) -> list[Tensor]:
+        """All that is watched."""
+        return [*self.watched, *(tensor for one in self._others if (tensor := one()) is not None)]
 
     def note_versions(self) -> None:
         """Take the versions of now for those that count."""
@@ -148,41 +202,45 @@ class Leaves:
             self._versions = versions_of(self.watched)
 
     def find_change(self) -> Tensor | None:
-        """The first that was changed in place since."""
+        """The first saved leaf that was changed in place since."""
         if not self.watched or versions_of(self.watched) == self._versions:
             return None
+        saved = {id(leaf) for leaf in self.by_slot.values()}
         pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
-        return next(leaf for leaf, now, then in pairs if now != then)
+        return next((leaf for leaf, now, then in pairs if now != then and id(leaf) in saved), None)
 
-    def is_another(self, index: int, tensor: Tensor) -> bool:
-        """Whether a replay saves another leaf than the forward did, and not one that the function makes each time."""
-        leaf = self.by_slot[index]
+    def changed(self, *, others: bool) -> set[int]:
+        """The identities of what else was changed in place since: read and not saved, `others` than leaves too."""
+        found = set()
+        if self.watched and versions_of(self.watched) != self._versions:
+            pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
+            found |= {id(leaf) for leaf, now, then in pairs if now != then}
+        for reference, then in zip(self._others, self._versions_of_others, strict=True) if others else ():
+            tensor = reference()
+            if tensor is not None and versions_of((tensor,)) != [then]:
+                found.add(id(tensor))
+        return found
+
+    def is_another(self, slot: int, tensor: Tensor) -> bool:
+        """Whether a replay saves another leaf than the forward did."""
+        leaf = self.by_slot[slot]
         if tensor is leaf:
             return False
         with without_torch_function():
-            if tensor._base is leaf:
-                return False
-        if isinstance(leaf, torch.nn.Parameter):
-            return True
-        # If nobody but the graph and this guard holds it, it was made by the function.
-        mine = sum(one is leaf for one in (*self.by_slot.values(), *self.watched))
-        return not self._known.is_lenient and getrefcount(leaf) - mine > _ONLY_IN_THE_GRAPH
+            return tensor._base is not leaf
+
+    def replaced(self) -> tuple[Tensor, Tensor | None] | None:
+        """A parameter of a module in whose place another one stands now, and that one."""
+        for (module, name), then in zip(self._known.homes, self._at_home, strict=False):
+            owner = module()
+            now = None if owner is None else getattr(owner, name, None)
+            if then is not None and owner is not None and now is not then:
+                return then, now
+        return None
 
 
-def _count_in_graph() -> int:
-    leaf = torch.ones(1, requires_grad=True)
-    result = leaf * 2
-    count = getrefcount(leaf)
-    del result
-    return count
-
-
-with torch.enable_grad(), torch.inference_mode(False):
-    _ONLY_IN_THE_GRAPH = _count_in_graph()
-
-
-class Stepped(OperatorMode):
-    """Looks for parameters among the arguments of operators."""
+class Reading(OperatorMode):
+    """Looks for some tensors among the arguments of operators, as long as what these compute is of use."""
 
     def __init__(self, suspects: set[int]) -> None:
         super().__init__()

@@ -10,51 +10,106 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
+from recollect._inputs import Arguments
+from recollect._torch import storage_key
+
 Key = tuple[Any, ...]
+_FEW = 100
 
 
 class Known:
     """What earlier calls have shown."""
 
-    __slots__ = ("__weakref__", "_references", "_tree", "is_lenient", "looked", "reads", "verified", "warned", "writes")
+    __slots__ = (
+        "__weakref__",
+        "_references",
+        "_roots",
+        "_tree",
+        "homes",
+        "is_recorded",
+        "looked",
+        "reads",
+        "verified",
+        "warned",
+        "writes",
+    )
 
     def __init__(self, references: list[weakref.ref[Any]], modules: list[Module]) -> None:
         self._references = references
-        self._tree = [weakref.ref(one) for module in modules for one in module.modules()]
+        self._roots = [weakref.ref(module) for module in modules]
+        tree = {id(one): one for module in modules for one in module.modules()}
+        # A method of a whole model says little about what one of its layers calls: then what is called is learnt.
+        few = len(tree) <= _FEW
+        self._tree = [weakref.ref(one) for one in (tree.values() if few else modules)]
         self.verified = False  # whether a replay was compared by value and found equal
         self.looked = 0  # how often it was looked whether it draws random numbers which are not preserved
         self.warned = False  # that it draws random numbers which are not preserved
-        # The leaves that need grad which it reads, from outside; None once two calls differed.
-        self.reads: list[weakref.ref[Tensor]] | None = []
+        self.is_recorded = False
+        # What it reads from outside and does not change, in every call that was recorded.
+        self.reads: list[weakref.ref[Tensor]] = []
         # What it changes in place, from outside; with it, whether that is read too.
-        self.writes: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
-        self.is_lenient = False  # makes leaves of its own, which a replay makes anew
+        self.writes: dict[Any, tuple[Callable[[], Tensor | None], bool]] = {}
+        # Where its modules have the parameters among that.
+        self.homes: list[tuple[weakref.ref[Module], str]] = []
 
     def modules(self) -> list[Module]:
-        """All modules of which it is known that they belong to the function."""
+        """The modules whose mode counts: those that belong to the function, or those that it was seen to call."""
         return [module for reference in self._tree if (module := reference()) is not None]
 
-    def learn(self, reads: list[Tensor], writes: list[tuple[Tensor, bool]], *, makes_leaves: bool) -> None:
+    def roots(self) -> list[Module]:
+        """The modules that the function belongs to."""
+        return [module for reference in self._roots if (module := reference()) is not None]
+
+    def only_written(self) -> frozenset[int]:
+        """The memory that it changes, and on which nothing depends that it gives."""
+        tensors = [get() for get, is_read in self.writes.values() if not is_read]
+        return frozenset(storage_key(tensor) for tensor in tensors if tensor is not None)
+
+    def learn(self, reads: list[Tensor], writes: list[tuple[Tensor, bool]], called: list[Module]) -> None:
         """Take over what a recorded forward has shown."""
-        self.is_lenient |= makes_leaves
-        if self.reads is not None:
-            before = [reference() for reference in self.reads]
-            same = len(before) == len(reads) and all(one is other for one, other in zip(before, reads, strict=True))
-            if not before:
-                self.reads = [weakref.ref(tensor) for tensor in reads]
-            elif not same:
-                self.reads = None
+        before = {id(one) for one in self.modules()}
+        self._tree += [weakref.ref(module) for module in called if id(module) not in before]
+        if self.is_recorded:
+            common = {id(tensor) for tensor in reads}
+            self.reads = [one for one in self.reads if id(one()) in common]
+        else:
+            self.reads = [weakref.ref(tensor) for tensor in reads]
+        self.is_recorded = True
+        common = {id(one()) for one in self.reads}
+        self.homes = [
+            (weakref.ref(module), name)
+            for module in self.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) in common
+        ]
+        buffers = {
+            id(buffer): (module, name)
+            for module in self.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        }
         for tensor, is_read in writes:
-            place = id(tensor)
+            home = buffers.get(id(tensor))
+            # A buffer is known by its name: `model.to(...)` and others put another tensor in its place.
+            place: Any = id(tensor) if home is None else (id(home[0]), home[1])
             is_read |= place in self.writes and self.writes[place][1]
-            reference = weakref.ref(tensor, functools.partial(_forget, weakref.ref(self), place))
-            self.writes[place] = (reference, is_read)
+            if home is None:
+                get: Any = weakref.ref(tensor, functools.partial(_forget, weakref.ref(self), place))
+            else:
+                get = functools.partial(_attribute, weakref.ref(home[0]), home[1])
+            self.writes[place] = (get, is_read)
+
+
+def _attribute(module: weakref.ref[Module], name: str) -> Tensor | None:
+    owner = module()
+    tensor: Tensor | None = None if owner is None else getattr(owner, name, None)
+    return tensor
 
 
 def _forget(known: weakref.ref[Known], place: int, _: object) -> None:
@@ -66,64 +121,113 @@ def _forget(known: weakref.ref[Known], place: int, _: object) -> None:
 _everything: dict[Key, Known] = {}
 
 
-def known_of(function: Callable[..., Any], args: tuple[Any, ...], name: str | None) -> Known:
+def known_of(function: Callable[..., Any], arguments: Arguments, name: str | None) -> Known:
     """What is known of a function that is called with these arguments."""
-    modules: list[Module] = []
-    code = _look_into(function, modules)
-    for value in args:
-        if isinstance(value, Module):
-            modules.append(value)
-    key = (id(code), name, *map(id, modules))
+    owners: list[Any] = []
+    code = _code_of(function, owners)
+    args, kwargs = arguments
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) is not Tensor:
+            _find_modules(value, owners, _DEPTH)
+    # In training it may do other things than in evaluation.
+    training = owners[0].training if owners and isinstance(owners[0], Module) else None
+    key = (id(code), name, training, *map(id, owners))
     known = _everything.get(key)
-    return _make(key, code, modules) if known is None else known
+    return _make(key, code, owners) if known is None else known
 
 
-def _look_into(function: Any, modules: list[Module]) -> Any:
-    """The code of a function; the modules that it brings along are added to `modules`."""
+_OF_C = (BuiltinFunctionType, MethodWrapperType, type(str.join))
+# How far modules are looked for in containers and objects.
+_DEPTH = 2
+# Kinds of values in which there are none.
+_plain: set[type] = {bool, int, float, str, bytes, type(None), Tensor, torch.dtype, torch.device, torch.Size}
+
+
+def _code_of(function: Any, owners: list[Any]) -> Any:
+    """What stands for the code of a function; the modules and the object that it belongs to are added to `owners`."""
     kind = type(function)
     if kind is FunctionType:
-        if function.__closure__ is not None:
-            for cell in function.__closure__:
-                try:
-                    value = cell.cell_contents
-                except ValueError:  # nothing in it yet
-                    continue
-                if isinstance(value, Module):
-                    modules.append(value)
-                elif isinstance(value, MethodType) and isinstance(value.__self__, Module):
-                    modules.append(value.__self__)
+        _find_in_function(function, owners, _DEPTH)
         return function.__code__
-    if isinstance(function, Module):
-        modules.append(function)
-        return kind
     if kind is MethodType:
-        if isinstance(function.__self__, Module):
-            modules.append(function.__self__)
+        owner = function.__self__
+        owners.append(owner)
+        if not isinstance(owner, Module):
+            _find_modules(owner, owners, _DEPTH)
         return getattr(function.__func__, "__code__", function.__func__)
     if isinstance(function, functools.partial):
-        modules += [value for value in (*function.args, *function.keywords.values()) if isinstance(value, Module)]
-        return _look_into(function.func, modules)
+        for value in (*function.args, *function.keywords.values()):
+            _find_modules(value, owners, _DEPTH)
+        return _code_of(function.func, owners)
+    if isinstance(function, type) or kind in _OF_C:
+        return function
     wrapped = getattr(function, "__wrapped__", None)
-    if wrapped is not None and callable(wrapped):
-        return _look_into(wrapped, modules)
-    return function if isinstance(function, type) or kind.__name__ == "builtin_function_or_method" else kind
+    if not isinstance(function, Module) and callable(wrapped):
+        return _code_of(wrapped, owners)
+    owners.append(function)  # a module, or another object that can be called
+    if not isinstance(function, Module):
+        _find_modules(function, owners, _DEPTH)
+    return kind
 
 
-def _make(key: Key, code: Any, modules: list[Module]) -> Known:
+def _find_in_function(function: FunctionType, owners: list[Any], depth: int) -> None:
+    for cell in function.__closure__ or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # nothing in it yet
+            continue
+        _find_modules(value, owners, depth)
+    for value in function.__defaults__ or ():
+        _find_modules(value, owners, depth)
+    if function.__kwdefaults__:
+        for value in function.__kwdefaults__.values():
+            _find_modules(value, owners, depth)
+
+
+def _find_modules(value: Any, owners: list[Any], depth: int) -> None:
+    kind = type(value)
+    if kind in _plain:
+        return
+    if isinstance(value, Module):
+        owners.append(value)
+    elif not depth:
+        return
+    elif kind is list or kind is tuple:
+        for part in value:
+            _find_modules(part, owners, depth - 1)
+    elif kind is dict:
+        for part in value.values():
+            _find_modules(part, owners, depth - 1)
+    elif kind is FunctionType:
+        _find_in_function(value, owners, depth - 1)
+    elif kind is MethodType:
+        _find_modules(value.__self__, owners, depth - 1)
+    elif isinstance(value, functools.partial):
+        for part in (value.func, *value.args, *value.keywords.values()):
+            _find_modules(part, owners, depth - 1)
+    else:
+        before = len(owners)
+        for part in getattr(value, "__dict__", {}).values():
+            _find_modules(part, owners, depth - 1)
+        if len(owners) == before:  # nor will there be any in the next of its kind
+            _plain.add(kind)
+
+
+def _make(key: Key, code: Any, owners: list[Any]) -> Known:
     def drop(_: object) -> None:
         _everything.pop(key, None)
 
     references = []
-    for one in (code, *modules):
+    for one in (code, *owners):
         try:
             references.append(weakref.ref(one, drop))
-        except TypeError:  # what cannot be referred to weakly (a method of C) does not die either, as a rule
-            pass
-    known = _everything[key] = Known(references, modules)
+        except TypeError:  # what cannot be referred to weakly could make room for another with its identity
+            return Known([], [one for one in owners if isinstance(one, Module)])
+    known = _everything[key] = Known(references, [one for one in owners if isinstance(one, Module)])
     return known
 
 
 def all_known(function: Callable[..., Any] | None = None) -> Iterator[Known]:
     """Everything that is known, or what is known of one function."""
-    code = None if function is None else id(_look_into(function, []))
+    code = None if function is None else id(_code_of(function, []))
     return iter([known for key, known in list(_everything.items()) if code is None or key[0] == code])

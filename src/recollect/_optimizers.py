@@ -1,8 +1,9 @@
 """Counts the steps of optimizers.
 
 A fused optimizer, or one that works on `.data`, changes parameters without a trace in their version counters. Every
-`torch.optim.Optimizer` runs this file's hook after a step; what is noted is which parameters it stepped, and when.
-Nothing is kept alive by it. Sharded parameters are others than the gathered ones that a function reads: not seen.
+`torch.optim.Optimizer` runs this file's hook before a step (which may let go of the gradients); what is noted is which
+parameters it steps, and when. Nothing is kept alive by it. Sharded parameters are others than the gathered ones that a
+function reads: not seen.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Steps:
@@ -27,7 +28,7 @@ _last: dict[int, int] = {}
 _references: dict[int, weakref.ref[Tensor]] = {}
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Steps.count += 1
     number = Steps.count
     for group in optimizer.param_groups:
@@ -49,4 +50,4 @@ def stepped_since(count: int) -> set[int]:
     return {place for place, number in list(_last.items()) if number > count}
 
 
-register_optimizer_step_post_hook(_after_step)
+register_optimizer_step_pre_hook(_before_step)

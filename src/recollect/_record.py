@@ -18,30 +18,37 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from recollect._digest import Digest, copies, digest, summary
+from recollect._digest import Digest, alias_of, copies, digest, summary
 from recollect._errors import Signature
 from recollect._inputs import find_tensors
 from recollect._torch import (
     METADATA_OPERATORS,
     OperatorMode,
     called_module,
+    changes_arguments,
+    dropout_argument,
+    gives_more,
     gives_views,
+    is_default_generator,
     is_library_file,
     leaves_unwritten,
+    locals_of,
     makes_unwritten_memory,
     may_be_unfilled,
+    overwrites,
     running_statistics,
     storage_key,
-    without_torch_function,
+    without_any_torch_function,
     written_arguments,
 )
-from recollect._verify import is_boundary, signature
+from recollect._verify import call_site, is_boundary, signature
 
 R = TypeVar("R")
 
@@ -76,17 +83,21 @@ class Read(NamedTuple):
     signature: Signature
     digest: Digest
     step: int
+    memory: int
 
 
 class Write:
     """A tensor from outside that an operator changed in place."""
 
-    __slots__ = ("before", "is_read", "tensor")
+    __slots__ = ("alias", "before", "is_read", "matters", "tensor")
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, *, is_read: bool, matters: bool) -> None:
         self.tensor = weakref.ref(tensor)
-        self.before: Tensor | None = copies([tensor])[0]
-        self.is_read = False  # by an operator that gives something else
+        self.alias = alias_of(tensor)  # over the same memory: what was changed may have been a `.data`, which is gone
+        self.is_read = is_read  # by an operator that gives something else
+        # Whether what it held before comes into what is read: it was read then, or it was changed rather than replaced.
+        self.matters = is_read or matters
+        self.before: Tensor | None = copies([tensor])[0] if self.matters else None
 
 
 class Saved(NamedTuple):
@@ -94,15 +105,20 @@ class Saved(NamedTuple):
 
     digest: Digest
     steps: int  # how many operators had begun
-    owner: int  # the identity of the tensor from outside that it is, or is a view of; 0 for one that was made inside
+    memory: int
 
 
 class Recorder(OperatorMode):
-    """Records what runs under it; with `results`, the results of every operator too."""
+    """Records what runs under it.
 
-    def __init__(self, *, results: bool) -> None:
+    Without `results` no more than is needed to compare what autograd saves, and to name the operators in between: what
+    is read and changed from outside is known by then.
+    """
+
+    def __init__(self, *, results: bool, ignored: frozenset[int] = frozenset()) -> None:
         super().__init__()
-        self.called_from = _call_site(sys._getframe(1))
+        self.ignored = ignored  # memory that the function changes, and on which nothing depends
+        self.called_from = call_site(sys._getframe(1))
         self.paused = False
         self.muted = 0  # within a part that a replay does not run: its operators are left out
         self.results = results
@@ -112,10 +128,12 @@ class Recorder(OperatorMode):
         self.writes: dict[int, Write] = {}
         self.variables: dict[CodeType, dict[str, Any]] = {}
         self.training: dict[int, tuple[weakref.ref[torch.nn.Module], bool]] = {}
-        self.makes_leaves = False
+        self.changed: set[int] = set()  # all memory from outside that was changed in place, weights too
+        self.has_own_generators = False  # whether an operator was given a generator that is not torch's own
         self._values_read: set[int] = set()
         # Memory without values to compare: not written yet, or the workspace of a kernel, which need not fill it.
         self._unknown: set[int] = set()
+        self._changes: list[tuple[int, int]] = []  # which operator changed which memory in place
         self._made: set[int] = set()  # memory that came to be under this mode
         self._unfilled: list[tuple[int, Tensor]] = []
 
@@ -132,22 +150,36 @@ class Recorder(OperatorMode):
 
     def adopt(self, result: Any) -> None:
         """Count the tensors in `result` as made in this run."""
-        self._made.update(map(storage_key, find_tensors((result,), {})[0]))
+        with without_any_torch_function():
+            self._made.update(map(storage_key, find_tensors((result,), {})[0]))
 
     def save(self, tensor: Tensor) -> None:
         """Note a tensor that autograd saves."""
-        with without_torch_function():
+        with without_any_torch_function():
             self._save(tensor)
 
     def _save(self, tensor: Tensor) -> None:
-        if tensor.requires_grad and tensor.is_leaf and storage_key(tensor) in self._made:
-            self.makes_leaves = True
-        owner = 0 if storage_key(tensor) in self._made else id(tensor if tensor._base is None else tensor._base)
-        if not tensor.requires_grad and (may_be_unfilled(tensor) or storage_key(tensor) in self._unknown):
+        memory = storage_key(tensor)
+        if memory in self.ignored:
+            self.saved.append(Saved(None, len(self.steps), memory))
+            return
+        # A result of an operator that has ended is written. Others may be memory that the running one is yet to write.
+        if memory in self._unknown or (
+            memory not in self._made and not tensor.requires_grad and may_be_unfilled(tensor)
+        ):
             self._unfilled.append((len(self.saved), tensor))
-            self.saved.append(Saved(None, len(self.steps), owner))
+            self.saved.append(Saved(None, len(self.steps), memory))
         else:
-            self.saved.append(Saved(digest(tensor), len(self.steps), owner))
+            self.saved.append(Saved(digest(tensor), len(self.steps), memory))
+
+    def change_of(self, slot: int) -> tuple[str, str | None] | None:
+        """The operator that first changed a saved tensor in place, and its line."""
+        if slot >= len(self.saved):
+            return None
+        saved = self.saved[slot]
+        places = (place for place, memory in self._changes if memory == saved.memory and place >= saved.steps)
+        place = next(places, None)
+        return None if place is None else (str(self.steps[place].operator), self.steps[place].where)
 
     def fill(self) -> None:
         """Look at what was saved before its operator had written it."""
@@ -162,19 +194,25 @@ class Recorder(OperatorMode):
 
     def ended(self) -> None:
         """The function has come to its end, or was stopped."""
+        with without_any_torch_function():
+            self._end()
+
+    def _end(self) -> None:
         self.fill()
         self._made.clear()
         for place, write in list(self.writes.items()):
             tensor = write.tensor()
             # One that has a history now is no state but a part of the computation.
-            if tensor is None or (tensor.requires_grad and not tensor.is_leaf):
+            if tensor is not None and tensor.requires_grad and not tensor.is_leaf:
                 del self.writes[place]
-            elif not write.is_read:
+            elif not write.is_read or not write.matters:
                 # Nothing depends on what it held, so neither need it be put back nor does it count as different.
                 # (Batch norm saves its running statistics and does not use them.)
                 write.before = None
-                self.reads[place] = self.reads[place]._replace(digest=None)
-                self.saved = [one._replace(digest=None) if one.owner == place else one for one in self.saved]
+                self.reads = {
+                    key: one._replace(digest=None) if one.memory == place else one for key, one in self.reads.items()
+                }
+                self.saved = [one._replace(digest=None) if one.memory == place else one for one in self.saved]
 
     # --- Operators ---
 
@@ -184,68 +222,110 @@ class Recorder(OperatorMode):
         kwargs = kwargs or {}
         if self.paused or func in METADATA_OPERATORS or getattr(func, "namespace", "") in _NOT_THE_FUNCTION_S:
             return func(*args, **kwargs)
+        if not self.results:
+            return self._briefly(func, args, kwargs)
         code, line, modules = self._look_at_stack(sys._getframe(1))
-        given = list(_tensors((*args, *kwargs.values())))
-        memory = {storage_key(tensor) for tensor in given}
-        self._look_at_arguments(func, args, kwargs, given)
+        with without_any_torch_function():
+            memory = self._before(func, args, kwargs)
         place = len(self.steps)
         muted = self.muted
         if not muted:
             self.steps.append(Step(func, code, line, modules, ()))
         result = func(*args, **kwargs)
-        tensors = list(_tensors((result,)))
-        self._made.update(key for key in map(storage_key, tensors) if key not in memory)
-        self._look_at_results(func, args, tensors)
-        if muted:
-            return result
-        with without_torch_function():
-            results = tuple(Result(signature(one), *self._values(func, one)) for one in tensors)
-        self.steps[place] = self.steps[place]._replace(results=results)
-        self.fill()
+        with without_any_torch_function():
+            tensors = list(_tensors((result,)))
+            self._made.update(key for key in map(storage_key, tensors) if key not in memory)
+            self._look_at_results(func, tensors)
+            if not muted:
+                results = tuple(Result(signature(one), *self._values(func, one)) for one in tensors)
+                self.steps[place] = self.steps[place]._replace(results=results)
+                self.fill()
         return result
 
-    def _look_at_results(self, operator: Any, args: Sequence[Any], tensors: list[Tensor]) -> None:
+    def _briefly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.muted:
+            frame: FrameType | None = sys._getframe(2)
+            while frame is not None and is_library(frame.f_code):
+                frame = frame.f_back
+            code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
+            self.steps.append(Step(func, code, line, (), ()))
+        result = func(*args, **kwargs)
+        if self._unknown or self._unfilled or may_give_unwritten_memory(func):
+            with without_any_torch_function():
+                if self._unknown:
+                    self._unknown -= {storage_key(one) for one in self._targets(func, args, kwargs)}
+                self._look_at_results(func, list(_tensors((result,))))
+                self.fill()
+        return result
+
+    def _targets(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+        """What an operator writes to."""
+        if leaves_unwritten(operator, args):
+            return []
+        places = (*written_arguments(operator), *running_statistics(operator, args, kwargs))
+        return list(_tensors(args[at] if at < len(args) else kwargs.get(name) for at, name in places))
+
+    def _before(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
+        given = list(_tensors((*args, *kwargs.values())))
+        self._look_at_arguments(func, args, kwargs, given)
+        generator = kwargs.get("generator")
+        if generator is not None and not is_default_generator(generator):
+            self.has_own_generators = True
+        return {storage_key(tensor) for tensor in given}
+
+    def _look_at_results(self, operator: Any, tensors: list[Tensor]) -> None:
         keys = [storage_key(tensor) for tensor in tensors]
         if makes_unwritten_memory(operator):
             self._unknown.update(keys)
         elif not gives_views(operator):
             self._unknown.difference_update(keys)
             if len(tensors) > 1 and tensors[0].is_floating_point():
-                self._unknown.update(key for key, one in zip(keys, tensors, strict=True) if one.dtype is torch.uint8)
+                # Attention gives the seed of its random numbers, which is not written where it draws none.
+                has_seed = dropout_argument(operator) is not None
+                self._unknown.update(
+                    key
+                    for key, one in zip(keys, tensors, strict=True)
+                    if one.dtype is torch.uint8 or (has_seed and not one.is_floating_point())
+                )
 
     def _values(self, operator: Any, tensor: Tensor) -> tuple[Digest, Digest]:
-        if not self.results or gives_views(operator) or storage_key(tensor) in self._unknown:
+        if (
+            not self.results
+            or (gives_views(operator) and not changes_arguments(operator))
+            or storage_key(tensor) in self._unknown
+        ):
             return None, None
         return digest(tensor), summary(tensor)
 
     def _look_at_arguments(
         self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any], given: list[Tensor]
     ) -> None:
-        written = {
-            id(one)
-            for position, name in (*written_arguments(operator), *running_statistics(operator, args, kwargs))
-            for one in _tensors((args[position] if position < len(args) else kwargs.get(name),))
-        }
+        targets = self._targets(operator, args, kwargs)
+        written = {id(one) for one in targets}
+        # What is given twice, to be read and to be written to, is both.
+        is_also_read = {id(one) for one in given if id(one) in written and _count(one, given) > _count(one, targets)}
         for tensor in given:
             key = storage_key(tensor)
-            if id(tensor) in written and not leaves_unwritten(operator, args):
+            if id(tensor) in written:
                 self._unknown.discard(key)
+                if not self.muted:
+                    self._changes.append((len(self.steps), key))
             if key in self._made:
                 continue
             owner = tensor if tensor._base is None else tensor._base
-            if id(owner) not in self.reads:
-                with without_torch_function():
-                    self.reads[id(owner)] = Read(
-                        weakref.ref(owner), signature(owner), digest(owner) if self.results else None, len(self.steps)
-                    )
+            if id(owner) not in self.reads and not self.muted:
+                values = digest(owner) if self.results else None
+                self.reads[id(owner)] = Read(weakref.ref(owner), signature(owner), values, len(self.steps), key)
             if id(tensor) in written:
-                if id(owner) not in self.writes:
-                    self.writes[id(owner)] = Write(owner)
-                    self.writes[id(owner)].is_read = id(owner) in self._values_read
+                if key not in self.writes and not owner.requires_grad:
+                    replaces = tensor is owner and overwrites(operator) and id(tensor) not in is_also_read
+                    is_read = key in self._values_read or gives_more(operator)
+                    self.writes[key] = Write(owner, is_read=is_read, matters=not replaces)
+                self.changed.add(key)
             elif not gives_views(operator):
-                self._values_read.add(id(owner))
-                if id(owner) in self.writes:
-                    self.writes[id(owner)].is_read = True
+                self._values_read.add(key)
+                if key in self.writes:
+                    self.writes[key].is_read = True
 
     # --- Where, and what could be seen from there ---
 
@@ -270,11 +350,17 @@ class Recorder(OperatorMode):
         return code, line, tuple(reversed(modules))
 
 
-def _call_site(frame: FrameType | None) -> str | None:
-    """The line of user code that calls the region."""
-    while frame is not None and is_library_file(frame.f_code.co_filename):
-        frame = frame.f_back
-    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+@cache
+def is_library(code: CodeType) -> bool:
+    """Whether it is not the user's."""
+    return is_library_file(code.co_filename)
+
+
+@cache
+def may_give_unwritten_memory(operator: Any) -> bool:
+    """Whether results of an operator are to be looked at for memory without values."""
+    schema = getattr(operator, "_schema", None)
+    return schema is None or len(schema.returns) > 1 or makes_unwritten_memory(operator)
 
 
 # What wrappers around a model do while a function runs, and not in every run of it.
@@ -289,20 +375,24 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from _tensors(value)
 
 
+def _count(tensor: Tensor, values: Iterable[Any]) -> int:
+    return sum(one is tensor for one in _tensors(values))
+
+
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device)
 
 
 def _variables(frame: FrameType) -> dict[str, Any]:
     """The plain variables that the code of `frame` could see from outside, in words."""
     code, seen = frame.f_code, {}
-    local = frame.f_locals
-    for name in code.co_freevars:
-        if name in local:
-            seen[f"the closure's {name!r}"] = _in_words(local[name])
     for name in code.co_names:
         if name in frame.f_globals:
             seen[f"the global {name!r}"] = _in_words(frame.f_globals[name])
-    owner = local.get("self")
+    with locals_of(frame) as local:
+        for name in code.co_freevars:
+            if name in local:
+                seen[f"the closure's {name!r}"] = _in_words(local[name])
+        owner = local.get("self")
     if owner is not None and hasattr(owner, "__dict__"):
         for name, value in vars(owner).items():
             if not name.startswith("__") and name not in _OF_MODULES:

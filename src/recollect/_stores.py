@@ -44,6 +44,7 @@ class Kept:
     after: Any = None  # the random state after the call whose result this is, where it may have drawn
     copies_on_write = False  # if the region itself is about to change the original
     changed_by = ""  # who changed it in place, in words, where that was seen
+    changed_at: str | None = None  # on which line
 
     def __init__(
         self, value: Any, *, on_host: bool = False, hooks: Hooks | None = None, is_private: bool = False

@@ -8,6 +8,7 @@ equal.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +19,12 @@ from recollect import _errors
 from recollect._ambient import Part
 from recollect._differences import Finding, Unequal, explain, first_unequal
 from recollect._generators import Probe
-from recollect._guards import Buffers, Leaves, Stepped, Training, name_of
+from recollect._guards import Buffers, Leaves, Reading, Training, lasting, name_of
 from recollect._inputs import Arguments
 from recollect._known import Known, known_of
 from recollect._optimizers import Steps, stepped_since
 from recollect._record import Recorder
-from recollect._torch import can_be_recorded, level_of_user_code
+from recollect._torch import can_be_recorded, level_of_user_code, without_any_torch_function
 
 
 class Verification:
@@ -63,25 +64,37 @@ class Verification:
         self.record = record
         modules = known.modules()
         self._state: list[Part] = [Training(modules)] if modules else []
-        if record is None and known.writes:
+        if known.writes and (record is None or not record.results):
             buffers = Buffers.of(known)
             if buffers is not None:
                 self._state.append(buffers)
 
     def forward_ended(self) -> None:
         """Take note of what the forward has shown."""
-        known, record = self._known, self.record
-        self.leaves.forward_ended(record)
         if self._probe is not None:
-            self._look_at_generators(self._probe)
+            with without_any_torch_function():
+                self._look_at_generators(self._probe)
             self._probe = None
-        if record is None:
-            return
+        record = self.record
+        if record is not None and record.results:
+            with without_any_torch_function():
+                self._learn(record)
+        elif self.leaves.by_slot or self._known.reads:
+            with without_any_torch_function():
+                self.leaves.forward_ended(None)
+        else:
+            self.leaves.forget_arguments()
+        if record is not None:
+            record.ended()
+
+    def _learn(self, record: Recorder) -> None:
+        known = self._known
+        self.leaves.forward_ended(record)
         record.ended()
         known.learn(
-            self.leaves.watched,
-            [(tensor, one.is_read) for one in record.writes.values() if (tensor := one.tensor()) is not None],
-            makes_leaves=record.makes_leaves,
+            self.leaves.read(),
+            lasting(record, known.roots()),
+            [module for reference, _ in record.training.values() if (module := reference()) is not None],
         )
         buffers = Buffers.recorded(record)
         if buffers is not None:
@@ -97,10 +110,14 @@ class Verification:
     # --- In a replay ---
 
     def check(self, region: Callable[[], str]) -> None:
-        """Raise if a weight was changed since the forward."""
+        """Raise if a weight that the forward saved was changed or replaced since."""
         changed = self.leaves.find_change()
         if changed is not None:
-            raise self._guarded(_errors.weight_changed(region(), name_of(changed, self._known.modules())))
+            raise self._guarded(_errors.weight_changed(region(), name_of(changed, self._known.roots())))
+        replaced = self.leaves.replaced()
+        if replaced is not None:
+            then, now = (None if one is None else name_of(one, self._known.roots()) for one in replaced)
+            raise self._guarded(_errors.weight_replaced(region(), str(then), now))
 
     def probe(self) -> Probe | None:
         """What tells whether a replay draws random numbers anew that the forward drew, if that matters."""
@@ -123,26 +140,43 @@ class Verification:
         """What is to be put back for a replay."""
         return self._state
 
+    def memory_put_back(self) -> set[int]:
+        """The memory of the buffers that are changed again when a replay has ended."""
+        buffers = [part for part in self._state if isinstance(part, Buffers)]
+        if not buffers:
+            return _NO_MEMORY
+        with without_any_torch_function():
+            return {key for part in buffers for key in part.memory()}
+
     def new_record(self) -> Recorder | None:
         """A recorder for a replay, if it is to be compared."""
         record = self.record
-        return None if record is None else Recorder(results=record.results)
+        return None if record is None else Recorder(results=record.results, ignored=record.ignored)
 
-    def stepped(self) -> Stepped | None:
-        """What looks for parameters that were stepped since the forward, if there are any."""
-        if Steps.count == self._steps:
-            return None
-        suspects = stepped_since(self._steps)
-        return Stepped(suspects) if suspects else None
+    def suspects(self) -> Reading | None:
+        """What looks for tensors that were changed since the forward, if there are any, and are read by the replay."""
+        # Where values are compared, they say more than that something was changed.
+        changed = self.leaves.changed(others=self.record is None)
+        if Steps.count != self._steps:
+            changed |= stepped_since(self._steps)
+        return Reading(changed) if changed else None
 
-    def parameter_stepped(self, region: str, parameter: Tensor) -> _errors.CheckpointError:
-        """The error for what `stepped` found."""
-        return self._guarded(_errors.weight_stepped(region, name_of(parameter, self._known.modules())))
+    def reads_what_changed(self, region: str, tensor: Tensor) -> _errors.CheckpointError:
+        """The error for what `suspects` found."""
+        name = name_of(tensor, self._known.roots())
+        stepped = Steps.count != self._steps and id(tensor) in stepped_since(self._steps)
+        return self._guarded((_errors.weight_stepped if stepped else _errors.weight_changed)(region, name))
 
-    def another_leaf(self, region: str, slot: int, now: Tensor) -> _errors.CheckpointError:
-        """The error for a replay that saves another leaf than the forward did."""
-        then = name_of(self.leaves.by_slot[slot], self._known.modules())
-        return self._guarded(_errors.another_leaf(region, slot, then, _errors.describe_tensor(now)))
+    def another_leaf(self, region: str, strangers: Sequence[tuple[int, weakref.ref[Tensor]]]) -> None:
+        """Raise if a replay saved a leaf in place of another that is still there now that the replay has ended.
+
+        What a function makes itself, and makes anew in every run, is gone by then.
+        """
+        for slot, reference in strangers:
+            now = reference()
+            if now is not None:
+                then = name_of(self.leaves.by_slot[slot], self._known.roots())
+                raise self._guarded(_errors.another_leaf(region, slot, then, _errors.describe_tensor(now)))
 
     def _guarded(self, error: _errors.CheckpointError) -> _errors.CheckpointError:
         error.where = _errors.place_of(self._function)
@@ -157,15 +191,22 @@ class Verification:
             self._known.verified = True
         return unequal
 
-    def explain(
-        self, record: Recorder | None, unequal: Unequal | None = None, *, stopped: bool = False
-    ) -> Finding | None:
-        """Where the forward and a replay part, if both were recorded."""
+    def explain(self, record: Recorder | None, slot: int | None = None, *, stopped: bool = False) -> Finding | None:
+        """Where the forward and a replay part, if both were recorded; `slot` is the first that differs."""
         if self.record is None or record is None:
             return None
-        return explain(self.record, record, unequal, modules=self._known.modules(), drawn=self._drawn, stopped=stopped)
+        return explain(
+            self.record,
+            record,
+            slot,
+            modules=self._known.roots(),
+            drawn=self._drawn,
+            preserves_all=self._preserved == "all",
+            stopped=stopped,
+        )
 
 
+_NO_MEMORY: set[int] = set()
 # How often it is looked whether a function draws random numbers that are not preserved: that takes a while.
 _LOOKS = 3
 
@@ -182,15 +223,18 @@ def begin(
     check = options.determinism_check
     if check == "none":
         return None
-    known = known_of(function, arguments[0], options.name)
+    known = known_of(function, arguments, options.name)
     record, probe = None, None
     # What runs within a replay of a region around it has been recorded before, or is about to be forgotten.
     if not following:
         if (check == "values" or (check == "first" and not known.verified)) and can_be_recorded():
-            record = Recorder(results=check == "first")
+            results = not known.verified
+            record = Recorder(results=results, ignored=frozenset() if results else known.only_written())
         if record is not None:
-            probe = Probe(everything=True, arguments=arguments)
+            with without_any_torch_function():
+                probe = Probe(everything=True, arguments=arguments)
         elif options.preserve_rng_state is False and known.looked < _LOOKS:
             known.looked += 1
-            probe = Probe(everything=False)
+            with without_any_torch_function():
+                probe = Probe(everything=False)
     return Verification(function, known, tensors, check, options.preserve_rng_state, probe, record)

@@ -128,6 +128,13 @@ def is_boundary(code: CodeType) -> bool:
     return code in _BOUNDARIES
 
 
+def call_site(frame: FrameType | None) -> str | None:
+    """The innermost line of user code that `frame` was called from."""
+    while frame is not None and is_library_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
 def user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
     """The module path and the lines of user code that `frame` was called from, outermost first."""
     lines: list[str] = []

@@ -16,6 +16,7 @@ import torch.utils.checkpoint as stock
 
 import recollect
 from recollect import dropin
+from recollect._generators import Probe
 from recollect.dropin import GraphExecGroup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -77,6 +78,141 @@ def test_random_numbers_without_a_tensor_argument():
     y = recollect.checkpoint(function)
     torch.rand(5, device="cuda")
     assert torch.equal(plain, torch.autograd.grad(y.sum(), weight)[0])
+
+
+def test_random_numbers_though_the_arguments_are_on_meta(x):
+    def function(a, like):
+        return F.dropout(a.cuda().sin(), 0.5).exp()
+
+    torch.manual_seed(3)
+    a, like = x.cpu().requires_grad_(), torch.ones(1, device="meta")
+    plain = torch.autograd.grad(function(a, like).sum(), a)[0]
+    torch.manual_seed(3)
+    y = recollect.checkpoint(function, a, like)
+    torch.rand(5, device="cuda")
+    around = torch.cuda.get_rng_state()
+    assert torch.equal(plain, torch.autograd.grad(y.sum(), a)[0])
+    assert torch.equal(torch.cuda.get_rng_state(), around)
+
+
+def test_a_seed_set_inside_a_region(x):
+    def function(a):
+        y = F.dropout(a.sin(), 0.5)
+        torch.manual_seed(7)
+        return F.dropout(y.exp(), 0.5).sin()
+
+    assert_same_as_plain(function, x)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("way", ["argument", "registered"])
+def test_a_generator_of_the_users_on_the_device(x, early_stop, way):
+    """With the option "all"."""
+    generator = torch.Generator("cuda")
+
+    def function(a, g):
+        noise = torch.rand(a.shape, device="cuda", generator=generator if g is None else g)
+        return (F.dropout(a.sin(), 0.5) * noise).exp().sin()
+
+    def step(call):
+        torch.manual_seed(5)
+        generator.manual_seed(5)
+        a = x.clone().requires_grad_()
+        y = call(function, a, generator if way == "argument" else None)
+        between = torch.rand(3, device="cuda", generator=generator)
+        for _ in range(2):
+            y.sum().backward(retain_graph=True)
+        return a.grad, between, torch.rand(3, device="cuda", generator=generator), torch.rand(3, device="cuda")
+
+    if way == "registered":
+        recollect.register_generator(generator)
+    plain = step(lambda f, *args: f(*args))
+    ours = step(lambda f, *args: recollect.checkpoint(f, *args, preserve_rng_state="all", early_stop=early_stop))
+    recollect.unregister_generator(generator)
+    assert all(torch.equal(p, o) for p, o in zip(plain, ours, strict=True))
+
+
+def test_the_device_that_numbers_were_drawn_on_is_told():
+    probe = Probe()
+    assert probe.moved() == []
+    torch.rand(3, device="cuda")
+    assert probe.moved() == ["cuda:0's generator"]
+
+
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@two_devices
+@pytest.mark.parametrize("argument", ["cuda:0", "cuda:1", "cpu"])
+def test_random_numbers_on_a_device_that_no_argument_tells(x, argument):
+    def function(a):
+        y = F.dropout(a.to("cuda:0").sin(), 0.5)
+        z = F.dropout(y.to("cuda:1").exp(), 0.5)
+        return (z.sin() * torch.rand(64, device="cuda:1")).to("cuda:0") * y
+
+    def step(call):
+        torch.manual_seed(5)
+        a = x.detach().to(argument).requires_grad_()
+        y = call(function, a)
+        between = torch.rand(3, device="cuda:1")
+        for _ in range(2):
+            y.sum().backward(retain_graph=True)
+        return a.grad, between, torch.rand(3, device="cuda:0"), torch.rand(3, device="cuda:1")
+
+    plain, ours = step(lambda f, a: f(a)), step(recollect.checkpoint)
+    assert all(torch.equal(p, o) for p, o in zip(plain, ours, strict=True))
+
+
+@two_devices
+def test_regions_of_two_devices_replayed_at_the_same_time(x):
+    """Autograd has a thread for each device."""
+
+    def tower(a):
+        for _ in range(20):
+            a = F.dropout(a.sin(), 0.5) + F.dropout(a, 0.3)
+        return a
+
+    def step(call):
+        torch.manual_seed(5)
+        a, b = (x.detach().to(f"cuda:{index}").requires_grad_() for index in range(2))
+        u, v = a, b
+        for _ in range(10):
+            u, v = call(tower, u), call(tower, v)
+        (u.sum() + v.sum().to("cuda:0")).backward()
+        return a.grad, b.grad, torch.rand(3, device="cuda:0"), torch.rand(3, device="cuda:1")
+
+    plain = step(lambda f, a: f(a))
+    for _ in range(5):
+        assert all(torch.equal(p, o) for p, o in zip(plain, step(recollect.checkpoint), strict=True))
+
+
+@two_devices
+def test_data_parallel():
+    """Forwards of all devices at the same time, each in a thread of its own."""
+
+    class Model(torch.nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.call = call
+
+        def block(self, a):
+            return F.dropout(F.dropout(a.sin(), 0.5).exp(), 0.3).sin()
+
+        def forward(self, a):
+            a = F.dropout(a, 0.1)
+            for _ in range(10):
+                a = self.call(self.block, a)
+            return a
+
+    def step(call):
+        torch.manual_seed(5)
+        a = torch.linspace(0, 1, 64 * 64, device="cuda").view(64, 64).requires_grad_()
+        torch.nn.DataParallel(Model(call))(a).sum().backward()
+        return a.grad
+
+    plain = step(lambda f, a: f(a))
+    for _ in range(5):
+        assert torch.equal(plain, step(recollect.checkpoint))
 
 
 @pytest.mark.parametrize("early_stop", [True, False])

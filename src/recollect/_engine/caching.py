@@ -142,7 +142,7 @@ class _CachingTorchDispatchMode(_AskingMode):
             return func(*args, **kwargs)
         call = self._calls[func]
         self._calls[func] = call + 1
-        if kind.writes:
+        if kind.writes or kind.statistics:
             self._changes.writes(func, kind, args, kwargs)
         result = func(*args, **kwargs)
         if kind.shares:

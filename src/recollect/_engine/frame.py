@@ -29,6 +29,7 @@ ever, see `_PATIENCE`.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from _thread import RLock  # threading.RLock is a Python function around it
@@ -56,7 +57,7 @@ from recollect._torch import (
     top_hooks,
 )
 from recollect._verification import Verification
-from recollect._verify import OperatorTrace, signature, traces_start_here
+from recollect._verify import OperatorTrace, call_site, signature, traces_start_here
 from recollect.policy import Policy
 
 
@@ -303,7 +304,7 @@ def run_region(
         tensor = tensors[slot]
         if tensor is None:
             error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
-            raise error(frame.region(), slot, describe_difference(frame, replay))
+            raise error(frame.region(), slot, describe_difference(frame, replay), call_site(sys._getframe()))
         tensors[slot] = None
         try:
             version = tensor._version
@@ -311,7 +312,8 @@ def run_region(
             version = 0
         if version and version != replay.versions.get(slot, 0) and version != getattr(tensor, "expected_version", 0):
             details = describe_difference(frame, replay)
-            raise _errors.saved_tensor_changed(frame.region(), slot, tensor, current_node(), details)
+            change = None if record is None else record.change_of(slot)
+            raise _errors.saved_tensor_changed(frame.region(), slot, tensor, current_node(), details, change)
         return tensor
 
     scope = Scope(frame, pack, slots.__len__, outer, watch=watch)

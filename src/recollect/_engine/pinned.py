@@ -147,6 +147,15 @@ class _Pinned:
         self.value = copy_of(tensor.detach())
 
 
+class _Weight:
+    """Stands in a result for a leaf that needs grad, which is handed out as itself: gradients go there."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.value = tensor
+
+
 class _Argument:
     """Stands in a result for an argument that was returned."""
 
@@ -208,7 +217,8 @@ def _run(
 
     def keep(tensor: Tensor) -> Any:
         if id(tensor) not in made:
-            made[id(tensor)] = _Pinned(tensor)
+            is_weight = tensor.requires_grad and tensor.is_leaf and tensor._base is None
+            made[id(tensor)] = _Weight(tensor) if is_weight else _Pinned(tensor)
         return made[id(tensor)]
 
     entry.random = RandomState.like(scope.frame.ambient)
@@ -241,9 +251,11 @@ def _hand_out(
         entry.random.put()
     made: dict[int, Tensor] = {}
 
-    def give(one: _Pinned | _Argument) -> Tensor:
+    def give(one: _Pinned | _Argument | _Weight) -> Tensor:
         if isinstance(one, _Argument):
             return tensors[one.index]
+        if isinstance(one, _Weight):
+            return one.value
         if id(one) not in made:
             value = copy_of(one.value)
             if one.needs_grad:
@@ -252,7 +264,7 @@ def _hand_out(
             made[id(one)] = value
         return made[id(one)]
 
-    result = rebuild(entry.result[0], (_Pinned, _Argument), give)
+    result = rebuild(entry.result[0], (_Pinned, _Argument, _Weight), give)
     if scope.recorder is not None:
         scope.recorder.adopt(result)
     return result

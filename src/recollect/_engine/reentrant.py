@@ -45,12 +45,13 @@ class CheckpointFunction(torch.autograd.Function):
     """`CheckpointFunction.apply(function, preserve_rng_state, *args)`."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool | str, *args: Any) -> Any:
         check_backward_validity(args)
         tensors = [value for value in args if isinstance(value, Tensor)]
         ctx.function = function
         everywhere, _ = find_tensors(args, {})
-        ctx.ambient = _ambient.capture(everywhere, preserve_rng_state=bool(preserve_rng_state))
+        preserve = preserve_rng_state if preserve_rng_state == "all" else bool(preserve_rng_state)
+        ctx.ambient = _ambient.capture(everywhere, preserve_rng_state=preserve, arguments=(args, {}))
         ctx.others = tuple(None if isinstance(value, Tensor) else value for value in args)
         ctx.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
         ctx.save_for_backward(*tensors)

@@ -11,10 +11,10 @@ makes `Module.__call__` leave out its always_call hooks. Here it is a BaseExcept
 its traceback. The exception that arrives is not believed (TorchScript replaces it, user code may wrap it):
 the state of the replay is set before it is raised, and that alone tells.
 
-Stopping exactly. An operator packs its inputs before its kernel runs, so the stop saves that kernel. An operator
-may also pack memory that its kernel has yet to write, as rrelu does with its noise: before its input, and of the
-same shape. If that is what the last two tensors look like, the stop waits until this operator has ended. Outputs
-are packed when they have been computed, and last.
+Stopping exactly. An operator packs its inputs before its kernel runs, so the stop saves that kernel. One operator
+also packs memory that its kernel has yet to write: rrelu its noise, before its input, and of the same shape. If that is
+what the last two tensors look like, and the node that asks for them does not say otherwise, the stop waits until this
+operator has ended. Outputs are packed when they have been computed, and last.
 
 What this is not: it does not decide when to replay or who gets the result (frame.py).
 """
@@ -22,6 +22,7 @@ What this is not: it does not decide when to replay or who gets the result (fram
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Container
 from functools import partial
 from sys import getrefcount
@@ -39,6 +40,7 @@ from torch import (
 
 from recollect import _errors
 from recollect._ambient import Undo, restore, undo_all
+from recollect._digest import copies
 from recollect._engine.scope import Scope, here
 from recollect._engine.selective import let_go, replay_mode
 from recollect._errors import Signature
@@ -46,20 +48,24 @@ from recollect._inputs import Arguments, by_hand
 from recollect._stores import Slot
 from recollect._torch import (
     current_group,
+    current_node,
     graph_is_kept,
     may_be_unfilled,
+    packs_what_is_written,
     pop_hooks_of,
     push_hooks,
     run_cut_short_hooks,
     sequence_number,
     set_current_group,
     set_grad_enabled,
+    storage_key,
+    version_of,
 )
 from recollect._verify import OperatorTrace, first_difference, signatures_of, traces_start_here
 
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame
-    from recollect._guards import Stepped
+    from recollect._guards import Reading
 
 
 def find_alive(slots: list[Slot]) -> list[bool]:
@@ -105,14 +111,16 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
 
     trace = replay.trace = OperatorTrace() if frame.trace is not None else None
     verification = frame.verification if finished else None
-    recorder = stepped = leaves = probe = None
+    recorder = reading = leaves = probe = None
     guarded: Container[int] = ()
-    stranger: tuple[int, Tensor] | None = None  # the first leaf that is another one than in the forward
+    put_back: Container[int] = ()
+    strangers: list[tuple[int, weakref.ref[Tensor]]] = []  # what stands where the forward saved another leaf
     if verification is not None:
         verification.check(frame.region)
         leaves = verification.leaves
         guarded = leaves.by_slot
-        stepped = verification.stepped()
+        reading = verification.suspects()
+        put_back = verification.memory_put_back()
         probe = verification.probe()
         if only is None:
             recorder = verification.new_record()
@@ -123,16 +131,16 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     operator = -1  # autograd's number for the operator that packed it, or that the stop is waiting for
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal unfilled, operator, stranger
+        nonlocal unfilled, operator
         index = len(tensors)
-        if index in guarded and stranger is None and leaves is not None and leaves.is_another(index, tensor):
-            stranger = (index, tensor.detach())
+        if index in guarded and leaves is not None and leaves.is_another(index, tensor):
+            strangers.append((index, weakref.ref(tensor if tensor._base is None else tensor._base)))
         if tensor.requires_grad:
             # The graph of the replay must not outlive it.
             kept = tensor.detach()
         else:
             kept = tensor
-            if state == _RUNNING and may_be_unfilled(tensor):
+            if index >= last - 1 and state == _RUNNING and may_be_unfilled(tensor):
                 unfilled, operator = index, sequence_number()
         if index <= last:
             try:
@@ -143,6 +151,8 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             tensors.append(kept if alive[index] else None)
             if index < last:
                 return kept
+            if reading is not None:
+                reading.paused = True  # what is computed from here on is of no use
         end_if_complete(index)
         return kept
 
@@ -162,7 +172,9 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             return False
         if unfilled == index:  # nothing after it can tell; it is looked at more closely only if it alone is asked for
             return only is not None
-        return unfilled == index - 1 and signatures[index] == signatures[unfilled]
+        if unfilled != index - 1 or signatures[index] != signatures[unfilled]:
+            return False
+        return not packs_what_is_written(current_node(), slots[index])
 
     undo: list[Undo] = []
     try:
@@ -181,7 +193,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             undo.append(partial(_resume, around.pause()))
         scope = here.scope = Scope(frame, hook, lambda: len(tensors) + surplus, around, replaying=True)
         scope.recorder = recorder
-        _call(scope, arguments, trace, stepped)
+        _call(scope, arguments, trace, reading)
     except BaseException as error:
         # Neither an error of the function nor Ctrl-C while the stop was on its way may be lost.
         if state != _COMPLETE or not isinstance(error, (Stop, Exception)):
@@ -195,13 +207,15 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         finally:
             if stop is not None:
                 stop.__traceback__ = None  # it holds the frames that hold it
+            if put_back:
+                _copy_what_changes_again(replay, put_back)
             undo_all(undo)
     if recorder is not None:
         recorder.ended()
     if verification is not None and probe is not None and (moved := probe.moved()):
         verification.has_drawn(frame.region(), moved)
-    if verification is not None and stepped is not None and stepped.found is not None:
-        raise verification.parameter_stepped(frame.region(), stepped.found)
+    if verification is not None and reading is not None and reading.found is not None:
+        raise verification.reads_what_changed(frame.region(), reading.found)
 
     count = len(tensors) + surplus
     mismatches: list[tuple[int, Signature, Signature]] = []
@@ -222,18 +236,19 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
     more = ended and finished and count > known
     if fewer or more or mismatches:
         details = describe_difference(frame, replay)
-        finding = None if verification is None else verification.explain(recorder, stopped=replay.stopped)
+        slot = mismatches[0][0] if mismatches else min(count, known)
+        finding = None if verification is None else verification.explain(recorder, slot, stopped=replay.stopped)
         count = count if fewer or more else known
         raise _errors.different_replay(frame.region(), known, count, mismatches, details, finding, frame.place())
     if verification is not None:
-        if stranger is not None:
-            raise verification.another_leaf(frame.region(), *stranger)
+        if strangers:
+            verification.another_leaf(frame.region(), strangers)
         verification.leaves.note_versions()  # what the function itself changes is its own affair
         if recorder is not None and (
             unequal := verification.replay_ended(recorder, alive, [then[1] for then in signatures])
         ):
             details = describe_difference(frame, replay)
-            finding = verification.explain(recorder, unequal, stopped=replay.stopped)
+            finding = verification.explain(recorder, unequal.slot, stopped=replay.stopped)
             then = signatures[unequal.slot]
             raise _errors.different_values(frame.region(), known, unequal, then, details, finding, frame.place())
     return replay
@@ -244,6 +259,16 @@ def describe_difference(frame: Frame, replay: Replay) -> str:
     if frame.trace is None or replay.trace is None:
         return ""
     return first_difference(frame.trace.operators, replay.trace.operators, stopped=replay.stopped)
+
+
+def _copy_what_changes_again(replay: Replay, memory: Container[int]) -> None:
+    """Recover a buffer that is put back when the replay has ended as a copy, unless the function has changed it."""
+    for index, tensor in enumerate(replay.tensors):
+        if tensor is not None and storage_key(tensor) in memory:
+            if version_of(tensor) == replay.versions.pop(index, 0):
+                (replay.tensors[index],) = copies([tensor])
+            else:
+                replay.versions[index] = -1  # so that it is refused
 
 
 def _identity(packed: Tensor) -> Tensor:
@@ -279,18 +304,18 @@ def _grad_mode_off() -> None:
 
 
 @traces_start_here
-def _call(scope: Scope, arguments: Arguments, trace: OperatorTrace | None, stepped: Stepped | None) -> None:
+def _call(scope: Scope, arguments: Arguments, trace: OperatorTrace | None, reading: Reading | None) -> None:
     frame = scope.frame
     args, kwargs = arguments
     policy, recorder = frame.options.policy, scope.recorder
-    if all(one is None for one in (frame.replay_context, trace, policy, recorder, stepped)):
+    if all(one is None for one in (frame.replay_context, trace, policy, recorder, reading)):
         frame.function(*args, **kwargs)
         return
     with (
         or_nothing(frame.replay_context),
         or_nothing(replay_mode(scope)),
         or_nothing(trace),
-        or_nothing(stepped),
+        or_nothing(reading),
         or_nothing(recorder),
     ):
         frame.function(*args, **kwargs)

@@ -43,11 +43,13 @@ from recollect._torch import (
     dropout_argument,
     gives_views,
     graph_is_kept,
+    has_statistics,
     is_default_generator,
     level_of_user_code,
     may_draw,
     only_reshapes,
     operator_name,
+    running_statistics,
     set_grad_enabled,
     storage_key,
     wait_for,
@@ -63,13 +65,25 @@ if TYPE_CHECKING:
 class _Kind:
     """What is to be known of an operator, looked up once."""
 
-    __slots__ = ("draws", "dropout", "is_cast", "is_kept", "only_reads", "reshapes", "shares", "writes", "written")
+    __slots__ = (
+        "draws",
+        "dropout",
+        "is_cast",
+        "is_kept",
+        "only_reads",
+        "reshapes",
+        "shares",
+        "statistics",
+        "writes",
+        "written",
+    )
 
     def __init__(self, operator: Any) -> None:
         self.only_reads = operator in METADATA_OPERATORS
         self.is_cast = operator is CAST
         self.writes = changes_arguments(operator)
         self.written = written_arguments(operator)
+        self.statistics = has_statistics(operator)
         self.reshapes = only_reshapes(operator)
         self.shares = operator in SHARES_UNSAID
         self.is_kept = not self.writes and not gives_views(operator)  # if the policy says so
@@ -131,7 +145,8 @@ def keep_results(
         first = next(kepts_in(kept), None)
         if first is not None:
             first.packed = scope.packed()
-            if kind.draws and not _switched_off(kind, args, kwargs):
+            everything = scope.frame.options.preserve_rng_state == "all"  # a generator of the user's too
+            if kind.draws and (everything or not _switched_off(kind, args, kwargs)):
                 first.after = RandomState.like(scope.frame.ambient)
     return kept
 
@@ -177,7 +192,7 @@ def fetch(kept: Mapping[Any, list[Any]]) -> Fetched:
             try:
                 fetched[one] = one.get()
             except _errors.SavedTensorChangedError:
-                raise _errors.kept_output_changed(operator_name(operator), one.changed_by) from None
+                raise _errors.kept_output_changed(operator_name(operator), one.changed_by, one.changed_at) from None
     return fetched
 
 
@@ -191,7 +206,7 @@ def hand_out(operator: Any, kept: Any, fetched: Fetched, *, again: bool, may_be_
             one.after.put()
         first = False
         if not may_be_changed and one.is_changed():
-            raise _errors.kept_output_changed(operator_name(operator), one.changed_by)
+            raise _errors.kept_output_changed(operator_name(operator), one.changed_by, one.changed_at)
         value = fetched.pop(one) if one in fetched else one.get()
         if again and isinstance(value, Tensor):
             # A version counter of its own: what the replay does to it in place, the forward did too, and was judged.
@@ -227,7 +242,8 @@ class Changes:
         return [one for tensor in tensors for one in self._by_memory.get(storage_key(tensor), ())]
 
     def writes(self, operator: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        written = [args[place] if place < len(args) else kwargs.get(name) for place, name in kind.written]
+        places = running_statistics(operator, args, kwargs) if kind.statistics else kind.written
+        written = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
         for one in self._over(written):
             if kind.reshapes:
                 one.is_reshaped()
@@ -237,6 +253,7 @@ class Changes:
                 lines = user_code(sys._getframe(2))[1]
                 place = f" at {lines[-1]}" if lines else ""
                 one.changed_by = f"{operator}{place}"
+                one.changed_at = lines[-1] if lines else None
 
     def shares(self, args: tuple[Any, ...], result: Any) -> None:
         for one in self._over(args):
@@ -275,6 +292,8 @@ class Keeping(OperatorMode):
     ) -> Any:
         kwargs = kwargs or {}
         kind = kinds[func]
+        if kind.statistics:
+            self._changes.writes(func, kind, args, kwargs)
         if self.paused or kind.is_passed_over(args, kwargs):
             if kind.writes:
                 self._changes.writes(func, kind, args, kwargs)

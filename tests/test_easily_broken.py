@@ -1,0 +1,117 @@
+"""What a careless change breaks, and nothing but these tests would find (see mutants.py)."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from recollect import CheckpointError, Save, _ambient, checkpoint, pin, region
+from tools import assert_equal, leaf
+
+# --- When something fails ---
+
+
+@pytest.mark.parametrize("fault", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("fails", [0, 1, 2])
+def test_every_step_is_undone_whichever_fails(fails, fault):
+    undone = []
+
+    def step(number):
+        undone.append(number)
+        if number == fails:
+            raise fault(number)
+
+    with pytest.raises(fault):
+        _ambient.undo_all([partial(step, number) for number in range(3)])
+    assert undone == [2, 1, 0]
+
+
+def test_a_forward_that_failed_is_not_the_region_that_runs_here():
+    """Or what it was given would live as long as the thread."""
+
+    def function(x):
+        x.sin().exp()
+        raise ValueError("on purpose")
+
+    gc.disable()
+    try:
+        x = leaf(3)
+        given = weakref.ref(x)
+        with pytest.raises(ValueError, match="on purpose"):
+            checkpoint(function, x)
+        del x
+        assert given() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("check", ["default", "first", "values"])
+def test_a_changed_weight_is_named_before_the_function_can_fail_on_it(check):
+    weight = leaf(3)
+
+    def function(x):
+        if weight.isnan().any():
+            raise ValueError("the function's own")
+        return (x * weight).sin()
+
+    y = checkpoint(function, leaf(3), determinism_check=check)
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    with pytest.raises(CheckpointError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# --- Decisions ---
+
+
+def test_decisions_inside_and_after_an_inner_region_are_told_apart():
+    def inner(x):
+        return x * pin(torch.amax)(x.detach())
+
+    def outer(x):
+        x = checkpoint(inner, x.sin()).exp()
+        return (x * pin(torch.amax)(x.detach())).sin()
+
+    x = leaf(3)
+    expected = torch.autograd.grad(outer(x).sum(), x)
+    assert_equal(torch.autograd.grad(checkpoint(outer, x).sum(), x), expected)
+
+
+# --- What is compared ---
+
+scale = 2.0
+
+
+def test_what_a_policy_computes_is_not_taken_for_an_operator_of_the_function(monkeypatch):
+    def policy(what, context):
+        if not isinstance(what, str):
+            return None
+        return Save() if context.args[0].detach().abs().amax() > 0 else None
+
+    def function(x):
+        return (region("cosine", torch.cos)(x.sin()) * scale).exp()
+
+    y = checkpoint(lambda x: checkpoint(function, x, policy=policy), leaf(3))
+    monkeypatch.setitem(globals(), "scale", 3.0)
+    with pytest.raises(CheckpointError, match=r"first operator whose result differs: aten\.mul"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("size", [3, 1000])
+def test_noise_is_compared_when_it_is_written(size):
+    """Before that it is whatever was in its memory, which is another thing every time."""
+    x = leaf(size)
+    for value in range(8):
+        fill_free_memory(size, value)
+        y = checkpoint(lambda x: F.rrelu(x.sin(), 0.1, 0.9, True).exp(), x, determinism_check="values")
+        fill_free_memory(size, value + 0.5)
+        y.sum().backward()
+
+
+def fill_free_memory(size, value):
+    for _ in range(2):
+        tensors = [torch.full((size,), float(value)) for _ in range(20)]
+        del tensors
