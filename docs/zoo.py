@@ -82,8 +82,6 @@ stepped or replaced, inputs that were changed, a module switched to eval, a defa
   `recollect.verify_again()`, called every thousand steps, say, lets the next step be verified;
   `determinism_check="values"`, or `RECOLLECT_CHECK=values` in the environment, compares every replay.
 - A weight that is changed **through `.data`**, without an optimizer, after the first step: no version counter moves.
-- A tensor **without gradients** from outside (a frozen weight, a mask that is no argument) that is changed between
-  forward and backward after the first step.
 - **Side effects in Python**: a list that grows, a counter, a line in a log. No tensor depends on them, so nothing can
   differ, in the first step or later. `recollect.once(...)` and `recollect.is_recomputing()` are for that.
 - A difference that is **below the tolerance** for the dtype, or that changes no operator's result in the steps that are

@@ -164,9 +164,8 @@ class Recorder(OperatorMode):
             self.saved.append(Saved(None, len(self.steps), memory))
             return
         # A result of an operator that has ended is written. Others may be memory that the running one is yet to write.
-        if memory in self._unknown or (
-            memory not in self._made and not tensor.requires_grad and may_be_unfilled(tensor)
-        ):
+        may_be_written = self.results and memory not in self._made and not tensor.requires_grad
+        if memory in self._unknown or (may_be_written and may_be_unfilled(tensor)):
             self._unfilled.append((len(self.saved), tensor))
             self.saved.append(Saved(None, len(self.steps), memory))
         else:
@@ -224,7 +223,7 @@ class Recorder(OperatorMode):
             return func(*args, **kwargs)
         if not self.results:
             return self._briefly(func, args, kwargs)
-        code, line, modules = self._look_at_stack(sys._getframe(1))
+        code, line, modules = self._look_at_stack(sys._getframe().f_back)  # None in a thread of autograd's
         with without_any_torch_function():
             memory = self._before(func, args, kwargs)
         place = len(self.steps)
@@ -244,7 +243,7 @@ class Recorder(OperatorMode):
 
     def _briefly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.muted:
-            frame: FrameType | None = sys._getframe(2)
+            frame = sys._getframe().f_back
             while frame is not None and is_library(frame.f_code):
                 frame = frame.f_back
             code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)

@@ -225,16 +225,15 @@ def begin(
         return None
     known = known_of(function, arguments, options.name)
     record, probe = None, None
+    compares = check == "values" or (check == "first" and not known.verified)
+    looks = options.preserve_rng_state is False and (check == "values" or known.looked < _LOOKS)
     # What runs within a replay of a region around it has been recorded before, or is about to be forgotten.
-    if not following:
-        if (check == "values" or (check == "first" and not known.verified)) and can_be_recorded():
-            results = not known.verified
-            record = Recorder(results=results, ignored=frozenset() if results else known.only_written())
-        if record is not None:
-            with without_any_torch_function():
-                probe = Probe(everything=True, arguments=arguments)
-        elif options.preserve_rng_state is False and known.looked < _LOOKS:
-            known.looked += 1
-            with without_any_torch_function():
-                probe = Probe(everything=False)
+    if (compares or looks) and not following and can_be_recorded():
+        with without_any_torch_function():
+            closely = compares and not known.verified
+            if compares:
+                record = Recorder(results=closely, ignored=frozenset() if closely else known.only_written())
+            if closely or looks:
+                known.looked += 1
+                probe = Probe(everything=closely, arguments=arguments)
     return Verification(function, known, tensors, check, options.preserve_rng_state, probe, record)

@@ -102,7 +102,7 @@ class OperatorTrace(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         # Noted before it runs, so that an operator that fails or that a stop cuts off is there too.
         place = len(self.operators)
-        module, lines = user_code(sys._getframe(1))
+        module, lines = user_code(sys._getframe().f_back)
         self.operators.append(Operator(str(func), ("did not finish",), module, lines))
         result = func(*args, **(kwargs or {}))
         self.operators[place] = self.operators[place]._replace(results=_summarise(result))
