@@ -8,15 +8,16 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := src tests benchmarks examples
 BENCHMARKS := $(filter-out benchmarks/peers.py,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench mutants clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo   train a small transformer with and without recollect, and compare"
-	@echo "make test   lint, type check, tests"
-	@echo "make lint   ruff and mypy alone"
-	@echo "make bench  all benchmarks, against PyTorch's own checkpointing and torch_remat"
-	@echo "make clean  remove .venv and everything that was generated"
+	@echo "make demo     train a small transformer with and without recollect, and compare"
+	@echo "make test     lint, type check, tests"
+	@echo "make lint     ruff and mypy alone"
+	@echo "make bench    all benchmarks, against PyTorch's own checkpointing and torch_remat"
+	@echo "make mutants  plant faults in the engine, one after the other, and see that the tests find each"
+	@echo "make clean    remove .venv and everything that was generated"
 
 demo: .venv/installed
 	@$(BIN)/python examples/demo.py
@@ -31,6 +32,9 @@ lint: .venv/installed
 
 bench: .venv/installed-bench
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+mutants: .venv/installed
+	@$(BIN)/python tests/mutants.py
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks

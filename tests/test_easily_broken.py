@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import recollect
 from recollect import CheckpointError, Save, _ambient, checkpoint, pin, region
 from tools import assert_equal, leaf
 
@@ -115,3 +116,23 @@ def fill_free_memory(size, value):
     for _ in range(2):
         tensors = [torch.full((size,), float(value)) for _ in range(20)]
         del tensors
+
+
+def test_what_a_policy_computes_is_not_the_functions():
+    def policy(what, ctx):
+        if isinstance(what, str):
+            ctx.args[0].abs().sum().item()
+            return recollect.Recompute()
+        return None
+
+    turn = [2.0]
+
+    def function(x):
+        return recollect.region("part", lambda x: x.sin() * turn[0])(x).exp()
+
+    x = torch.ones(3, requires_grad=True)
+    y = recollect.checkpoint(function, x, policy=policy)
+    turn[0] = 3.0
+    with pytest.raises(recollect.CheckpointError) as info:
+        y.sum().backward()
+    assert info.value.operator == "aten.mul.Tensor"

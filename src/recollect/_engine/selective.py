@@ -382,7 +382,8 @@ class Serving(OperatorMode):
 def ask(scope: Scope, policy: Policy, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
     """A policy's decision. What a policy computes or draws for it is seen by no region: replays do not ask again."""
     random_state = get_cpu_state()
-    paused = () if scope.around is None and scope.frame.trace is None else scope.pause()
+    alone = scope.around is None and scope.frame.trace is None and scope.recorder is None
+    paused = () if alone else scope.pause()
     grad_is_on = torch.is_grad_enabled()
     set_grad_enabled(False)  # autograd would save for what it computes
     try:

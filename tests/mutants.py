@@ -1,0 +1,729 @@
+"""Does the suite find a fault in the engine? Plants one after the other and runs the tests that should fail.
+
+Each fault is one replacement in a copy of the package; the working tree is not touched. A fault that no test finds
+survives, and makes this script fail: either a test is missing, or the line does nothing.
+
+    python tests/mutants.py [--jobs 2] [--timeout 300] [--list] [name ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "recollect"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A careless change. `old` occurs once in `file`, so that a refactoring that moves it away is noticed."""
+
+    name: str
+    file: str  # relative to the package
+    old: str
+    new: str
+    tests: tuple[str, ...]  # files in tests/, or single tests of them where the file is slow
+
+
+def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
+    return Fault(name, file, old, new, tests)
+
+
+FAULTS = (
+    # --- Slots, and which tensor goes where ---
+    fault(
+        "neighbouring slots are swapped",
+        "_engine/frame.py",
+        "        tensor = tensors[slot]\n",
+        "        tensor = tensors[slot ^ 1 if slot ^ 1 < len(tensors) else slot]\n",
+        "test_remat.py",
+    ),
+    fault(
+        "a slot that has died counts as alive",
+        "_engine/replay.py",
+        "count > _ONLY_IN_THE_LIST",
+        "count >= _ONLY_IN_THE_LIST",
+        "test_rules.py",
+    ),
+    fault(
+        "a recovered tensor keeps the graph of the replay",
+        "_engine/replay.py",
+        "            kept = tensor.detach()\n",
+        "            kept = tensor\n",
+        "test_rules.py",
+    ),
+    fault(
+        "a tensor that was handed over stays in the replay",
+        "_engine/frame.py",
+        "        tensors[slot] = None\n",
+        "",
+        "test_groups.py",
+    ),
+    # --- The stop ---
+    fault(
+        "the stop comes one tensor too early",
+        "_engine/replay.py",
+        "            if index < last:\n",
+        "            if index < last - 1:\n",
+        "test_rules.py",
+    ),
+    fault(
+        "a replay never stops",
+        "_engine/replay.py",
+        "early_stop = options.early_stop or only is not None or not finished",
+        "early_stop = only is not None or not finished",
+        "test_options.py",
+    ),
+    fault(
+        "the stop does not wait for noise that is yet to be written",
+        "_engine/replay.py",
+        "return not packs_what_is_written(current_node(), slots[index])",
+        "return False",
+        "test_early_stop.py::test_gradients_equal_plain_autograd",
+    ),
+    fault(
+        "the stop waits where everything is written",
+        "_engine/replay.py",
+        "return not packs_what_is_written(current_node(), slots[index])",
+        "return True",
+        "test_early_stop.py::test_a_frozen_neighbour_is_no_reason_to_run_the_last_kernel",
+    ),
+    fault(
+        "an interrupt is lost while the stop unwinds",
+        "_engine/replay.py",
+        "if state != _COMPLETE or not isinstance(error, (Stop, Exception)):",
+        "if state != _COMPLETE:",
+        "test_faults.py::test_an_interrupt_while_the_stop_unwinds_is_not_lost",
+    ),
+    fault(
+        "the stop leaves out always_call hooks",
+        "_engine/replay.py",
+        "                run_cut_short_hooks(stop.__traceback__)\n",
+        "                pass\n",
+        "test_rules.py",
+    ),
+    # --- Passes ---
+    fault(
+        "the replay of another pass is served",
+        "_engine/frame.py",
+        "        replay = replays.get(graph_task_id())\n",
+        "        replay = next(iter(replays.values()), None)\n",
+        "test_rules.py",
+    ),
+    fault(
+        "what a pass left behind is not dropped",
+        "_engine/frame.py",
+        "                at_end_of_pass(_EndOfPass(self, replay))\n",
+        "",
+        "test_rules.py",
+    ),
+    fault(
+        "groups are ignored",
+        "_engine/frame.py",
+        "            group = current_group()\n",
+        "            group = None\n",
+        "test_groups.py",
+    ),
+    fault(
+        "the group around a backward reaches into the replay",
+        "_engine/replay.py",
+        "        set_current_group(None)\n",
+        "",
+        "test_groups.py",
+    ),
+    # --- Exceptions ---
+    fault(
+        "hooks are not popped on an exception",
+        "_engine/frame.py",
+        "    finally:\n        pop_hooks_of(hook)\n        here.scope = outer\n",
+        "        pop_hooks_of(hook)\n    finally:\n        here.scope = outer\n",
+        "test_faults.py",
+    ),
+    fault(
+        "the scope is not left on an exception",
+        "_engine/frame.py",
+        "        here.scope = outer\n        if outer",
+        "        here.scope = outer if sys.exc_info()[0] is None else scope\n        if outer",
+        "test_easily_broken.py",
+    ),
+    fault(
+        "after a step of the undoing that fails the others are left out",
+        "_ambient.py",
+        "            steps.pop()\n            undo_all(steps)\n            raise\n",
+        "            raise\n",
+        "test_easily_broken.py",
+    ),
+    # --- What is compared ---
+    fault(
+        "the versions of inputs are not compared",
+        "_inputs.py",
+        "            if versions_of(self._originals) != self._versions:\n",
+        "            if False:\n",
+        "test_rules.py",
+    ),
+    fault(
+        "the versions of the inputs of inner regions are not compared",
+        "_inputs.py",
+        "change = _find_change(arguments, [reference() for reference in self._originals], self._versions)",
+        "change = None",
+        "test_rules.py",
+    ),
+    fault(
+        "an input that the region changes itself is not noticed",
+        "_inputs.py",
+        "        if versions_of(tensors) != self._versions:\n",
+        "        if False:\n",
+        "test_rules.py",
+    ),
+    fault(
+        "a container among the arguments is not rebuilt",
+        "_inputs.py",
+        "        self._as_they_are = flat and hooks is None\n",
+        "        self._as_they_are = hooks is None\n",
+        "test_rules.py",
+    ),
+    fault(
+        "the versions of saved tensors are not compared",
+        "_engine/frame.py",
+        "if version and version != replay.versions.get(slot, 0) and version",
+        "if False and version",
+        "test_rules.py",
+    ),
+    fault(
+        "a replay may save fewer tensors",
+        "_engine/replay.py",
+        "    fewer = ended and (count <= last or (finished and count < known))\n",
+        "    fewer = False\n",
+        "test_rules.py",
+    ),
+    fault(
+        "a replay may save more tensors",
+        "_engine/replay.py",
+        "    more = ended and finished and count > known\n",
+        "    more = False\n",
+        "test_rules.py",
+    ),
+    fault(
+        "shape, dtype and device are not compared",
+        "_engine/replay.py",
+        "        if found != signatures[: len(found)]:\n",
+        "        if False:\n",
+        "test_options.py",
+    ),
+    # --- Ambient state ---
+    fault(
+        "the generator is not set for the replay",
+        "_generators.py",
+        "            _cpu_generator.set_state(self.state)\n",
+        "",
+        "test_ambient.py",
+    ),
+    fault(
+        "the generator is not put back after the replay",
+        "_generators.py",
+        "        return partial(set_cpu_state, around)\n",
+        "        return lambda: None\n",
+        "test_ambient.py",
+    ),
+    fault(
+        "autocast is not restored",
+        "_ambient.py",
+        "        if _look(self._types)[3:] == self._seen:\n",
+        "        if True:\n",
+        "test_ambient.py",
+    ),
+    fault(
+        "the default dtype is not restored",
+        "_ambient.py",
+        "        set_default_dtype(self._dtype)\n",
+        "",
+        "test_random.py",
+    ),
+    fault(
+        "the default device is not restored",
+        "_ambient.py",
+        "        if default_device() == self._device:\n",
+        "        if True:\n",
+        "test_ambient.py",
+    ),
+    fault(
+        "grad mode stays off in the replay",
+        "_engine/replay.py",
+        "        set_grad_enabled(True)\n",
+        "",
+        "test_ambient.py",
+    ),
+    fault(
+        "the reentrant variant does not restore the random state",
+        "_engine/reentrant.py",
+        "            _ambient.restore(ctx.ambient, undo)\n",
+        "",
+        "test_reentrant.py",
+    ),
+    fault(
+        "the reentrant variant does not put the random state back",
+        "_engine/reentrant.py",
+        "            _ambient.undo_all(undo)\n",
+        "",
+        "test_reentrant.py",
+    ),
+    # --- Modules, buffers, weights ---
+    fault(
+        "training flags are not set for the replay",
+        "_guards.py",
+        "        self._put(self._flags)\n",
+        "",
+        "test_guards.py::test_modes_of_modules",
+    ),
+    fault(
+        "training flags are not put back after the replay",
+        "_guards.py",
+        "        return partial(self._put, now)\n",
+        "        return None\n",
+        "test_guards.py::test_modes_are_left_as_they_are_found",
+    ),
+    fault(
+        "buffers are not put back after the replay",
+        "_guards.py",
+        "            overwrite(tensors, after)\n",
+        "",
+        "test_state.py::test_state_is_as_after_one_forward",
+    ),
+    fault(
+        "buffers are not reset before the replay",
+        "_guards.py",
+        "        overwrite([tensor for tensor, _ in read], [before for _, before in read])\n",
+        "",
+        "test_state.py::test_state_is_as_after_one_forward",
+    ),
+    fault(
+        "a recovered buffer is not copied before it is put back",
+        "_engine/replay.py",
+        "            if put_back:\n",
+        "            if False:\n",
+        "test_state.py::test_state_that_is_itself_saved",
+    ),
+    fault(
+        "the versions of buffers are not put back",
+        "_guards.py",
+        "            put_versions([tensors[index] for index in counted], [versions[index] for index in counted])\n",
+        "",
+        "test_state.py::test_other_graphs_do_not_notice_that_state_was_put_back",
+    ),
+    fault(
+        "a weight that was changed is not noticed",
+        "_guards.py",
+        "        if not self.watched or versions_of(self.watched) == self._versions:\n",
+        "        if True:\n",
+        "test_easily_broken.py",
+    ),
+    fault(
+        "a weight that was replaced is not noticed",
+        "_guards.py",
+        "            if then is not None and owner is not None and now is not then:\n",
+        "            if False:\n",
+        "test_guards.py::test_a_bias_that_was_replaced",
+        "test_guards.py::test_a_weight_that_was_replaced",
+    ),
+    fault(
+        "another leaf in the place of a leaf is not noticed",
+        "_guards.py",
+        "            return tensor._base is not leaf\n",
+        "            return False\n",
+        "test_guards.py::test_a_late_binding_closure_over_leaves",
+    ),
+    fault(
+        "what was changed and is only read is not looked for",
+        "_guards.py",
+        "                if id(owner) in self._suspects:\n",
+        "                if False:\n",
+        "test_guards.py::test_a_bias_that_changed_by_hand",
+    ),
+    fault(
+        "the steps of an optimizer are not counted",
+        "_optimizers.py",
+        "    Steps.count += 1\n",
+        "",
+        "test_guards.py::test_a_step_that_clears_the_gradients",
+    ),
+    # --- Values ---
+    fault(
+        "a digest does not see where a number stands",
+        "_digest.py",
+        "torch.randn(",
+        "(lambda *size, generator, **options: torch.ones(*size, **options))(",
+        "test_digest.py",
+    ),
+    fault(
+        "a digest does not see where an integer stands",
+        "_digest.py",
+        "(rest * within[: rest.numel()]).sum()",
+        "rest.sum()",
+        "test_digest.py",
+    ),
+    fault(
+        "every difference is tolerated",
+        "_digest.py",
+        "    return 0.0 if relative <= _tolerances.get(real, _tolerances[None]) else relative\n",
+        "    return 0.0\n",
+        "test_digest.py",
+    ),
+    fault(
+        "a function counts as verified before its replay",
+        "_verification.py",
+        "        self.leaves.forward_ended(record)\n",
+        "        self.leaves.forward_ended(record)\n        known.verified = True\n",
+        "test_values.py",
+    ),
+    fault(
+        "a function counts as verified though its values differ",
+        "_verification.py",
+        "        if unequal is None:\n            self._known.verified = True\n",
+        "        self._known.verified = True\n",
+        "test_values.py",
+    ),
+    fault(
+        "layers that share their code are verified as one",
+        "_known.py",
+        "    key = (id(code), name, training, *map(id, owners))\n",
+        "    key = (id(code), name, training)\n",
+        "test_values.py",
+    ),
+    fault(
+        "a digest is taken before the noise is written",
+        "_record.py",
+        "            self._unfilled.append((len(self.saved), tensor))\n            self.saved.append(Saved(None,",
+        "            self.saved.append(Saved(digest(tensor),",
+        "test_easily_broken.py",
+    ),
+    fault(
+        "what runs beside a function is recorded as a part of it",
+        "_engine/scope.py",
+        "(*scope.modes, scope.frame.trace, scope.recorder)",
+        "(*scope.modes, scope.frame.trace)",
+        "test_easily_broken.py",
+    ),
+    # --- The journal, and what happens once ---
+    fault(
+        "the journal does not move on over an inner region",
+        "_engine/frame.py",
+        "            outer.position = scope.position\n",
+        "            pass\n",
+        "test_easily_broken.py",
+        "test_regions.py::test_policies_with_a_state_at_every_level",
+    ),
+    fault(
+        "the journal is written within a replay",
+        "_engine/scope.py",
+        "        if not self.following:\n",
+        "        if not self.replaying:\n",
+        "test_effects.py",
+    ),
+    fault(
+        "a forward within a replay counts as the first",
+        "_engine/scope.py",
+        "replaying or (around is not None and around.following)",
+        "replaying",
+        "test_effects.py",
+    ),
+    fault(
+        "a pinned function is run in the replay",
+        "_engine/pinned.py",
+        "        result: R = _call(function, args, kwargs)\n        return result\n\n    return pinned\n",
+        "        result: R = function(*args, **kwargs)\n        return result\n\n    return pinned\n",
+        "test_effects.py",
+    ),
+    fault(
+        "what happens once happens twice",
+        "_engine/pinned.py",
+        "    result: R = _call(function, args, kwargs)\n    return result\n\n\ndef pin",
+        "    result: R = function(*args, **kwargs)\n    return result\n\n\ndef pin",
+        "test_effects.py",
+    ),
+    fault(
+        "a pinned function leaves the random state where it was",
+        "_engine/pinned.py",
+        "        entry.random.put()\n",
+        "        pass\n",
+        "test_effects.py",
+    ),
+    fault(
+        "a pinned value can be changed by who is handed it",
+        "_engine/pinned.py",
+        "            value = copy_of(one.value)\n",
+        "            value = one.value\n",
+        "test_effects.py",
+    ),
+    # --- Policies, and what they keep ---
+    fault(
+        "a policy is asked again in the replay",
+        "_engine/selective.py",
+        "        if not self._scope.following:\n            try:\n",
+        "        if True:\n            try:\n",
+        "test_policies.py::test_a_policy_in_an_inner_region_is_asked_in_the_forward_only",
+        "test_policies.py::test_policies_at_every_level_are_asked_in_the_forward_only",
+    ),
+    fault(
+        "a kept region leaves the random state where it was",
+        "_engine/kept_region.py",
+        "                kept.after.put()\n",
+        "                pass\n",
+        "test_random.py::test_a_kept_named_region_that_draws",
+    ),
+    fault(
+        "a kept operator leaves the random state where it was",
+        "_engine/selective.py",
+        "            one.after.put()\n",
+        "            pass\n",
+        "test_policies.py::test_what_is_kept_leaves_the_random_numbers_of_the_rest",
+    ),
+    fault(
+        "what is kept is not watched for changes",
+        "_stores.py",
+        "        return moves != self._reshapes\n",
+        "        return False\n",
+        "test_policies.py::test_an_output_that_is_changed_after_the_region_is_an_error_that_says_so",
+    ),
+    fault(
+        "what is kept is handed out in another order of calls",
+        "_engine/selective.py",
+        "        kept = calls[index]\n",
+        "        kept = calls[-1 - index]\n",
+        "test_policies.py::test_one_operator_called_often_is_kept_in_order",
+    ),
+    fault(
+        "a kept output is handed out to a call from elsewhere",
+        "_engine/selective.py",
+        "        if self._finished and first is not None and first.packed != self._packed():\n",
+        "        if False:\n",
+        "test_kept_values.py::test_a_replay_that_runs_a_kept_operator_less_often_is_found_out",
+    ),
+    fault(
+        "what a stopped replay did not reach stays",
+        "_engine/replay.py",
+        "        let_go(frame)\n",
+        "        pass\n",
+        "test_kept_values.py",
+    ),
+    fault(
+        "a kept region packs another argument",
+        "_engine/kept_region.py",
+        "            scope.pack(tensors[index])\n",
+        "            scope.pack(tensors[-1 - index])\n",
+        "test_regions.py::test_outputs_gradients_and_random_state_equal_those_of_plain_autograd",
+    ),
+    fault(
+        "a kept region that changes its arguments is not run again",
+        "_engine/kept_region.py",
+        "    if kept is None or kept.changes_arguments:",
+        "    if kept is None:",
+        "test_regions.py::test_outputs_gradients_and_random_state_equal_those_of_plain_autograd",
+    ),
+    fault(
+        "dispatch modes see what runs inside a kept region",
+        "_engine/kept_region.py",
+        "    for mode in paused:\n        mode.paused = True\n",
+        "",
+        "test_kept_values.py",
+    ),
+    fault(
+        "the drop-in does not count the calls of an operator",
+        "_engine/caching.py",
+        "or first is None or first.call != call:",
+        "or first is None:",
+        "test_selective.py::test_saved_outputs_come_back_in_order_for_each_operator",
+    ),
+    # --- Nested regions ---
+    fault(
+        "an inner region's input loses its place in the graph",
+        "_inputs.py",
+        "        return self._place.put(tensor)\n",
+        "        return tensor\n",
+        "test_rules.py",
+    ),
+    fault(
+        "an inner region's input comes back with other strides",
+        "_inputs.py",
+        "            tensor = with_stride(tensor, self._stride)\n",
+        "            pass\n",
+        "test_rules.py",
+    ),
+)
+
+
+# --- Running ---
+
+# Runs in the child: the package may be installed as editable, and then the working tree could be what is imported.
+_CHILD = """
+import sys
+import recollect
+if not recollect.__file__.startswith(sys.argv[1]):
+    sys.exit(f"not the copy was imported but {recollect.__file__}")
+import pytest
+code = pytest.main(sys.argv[2:])
+sys.exit(code if code != 1 else 101)  # so that an error of Python's own is not taken for a test that fails
+"""
+_TEST_FAILED = 101
+
+
+@dataclass(frozen=True)
+class Outcome:
+    found: bool
+    by: str
+    seconds: float
+    output: str
+
+
+def run_tests(copy: Path, tests: list[str], timeout: float) -> Outcome:
+    """Run tests on a copy of the package until one fails."""
+    # What hypothesis finds on a copy with a fault is not to be tried again on the working tree.
+    environment = os.environ | {"PYTHONPATH": str(copy), "HYPOTHESIS_STORAGE_DIRECTORY": str(copy / "hypothesis")}
+    options = ["-p", "no:cacheprovider", "-q", "-x", "--tb=short", "-rfE"]
+    command = [sys.executable, "-c", _CHILD, str(copy), *options, *(f"tests/{test}" for test in tests)]
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # tests start processes of their own, which must go with it
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return Outcome(True, f"hangs: no end after {timeout:.0f} s", time.monotonic() - begin, output)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    seconds = time.monotonic() - begin
+    status = process.returncode
+    if status == 0:
+        return Outcome(False, "SURVIVES", seconds, output)
+    if status < 0:
+        return Outcome(True, f"crashes: {signal.Signals(-status).name}", seconds, output)
+    if status == _TEST_FAILED:
+        first = [line.split(" - ")[0] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        if first:
+            return Outcome(True, first[0].split("tests/", 1)[-1], seconds, output)
+    # The tests did not get as far as to say something about the fault.
+    return Outcome(False, f"NO RESULT (status {status})", seconds, output)
+
+
+def snapshot(to: Path, source: Path) -> Path:
+    shutil.copytree(source, to, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    return to
+
+
+def plant(one: Fault, source: Path) -> str:
+    """The text of the file with the fault in it."""
+    path = source / "recollect" / one.file
+    if not path.exists():
+        sys.exit(f"the fault {one.name!r}: there is no file src/recollect/{one.file}")
+    text = path.read_text()
+    count = text.count(one.old)
+    if count != 1:
+        sys.exit(f"the fault {one.name!r}: its text occurs {count} times in src/recollect/{one.file}:\n{one.old}")
+    text = text.replace(one.old, one.new)
+    try:
+        compile(text, one.file, "exec")
+    except SyntaxError as error:
+        sys.exit(f"the fault {one.name!r} makes src/recollect/{one.file} no Python: {error}")
+    return text
+
+
+def try_fault(one: Fault, text: str, source: Path, work: Path, number: int, timeout: float) -> Outcome:
+    copy = snapshot(work / str(number), source)
+    try:
+        (copy / "recollect" / one.file).write_text(text)
+        return run_tests(copy, list(one.tests), timeout)
+    finally:
+        shutil.rmtree(copy)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="*", help="only the faults with one of these in their name or file")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at once")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one fault; a hang counts as found")
+    parser.add_argument("--list", action="store_true", help="show the faults, and run nothing")
+    parser.add_argument("--verbose", action="store_true", help="show the output of the tests too")
+    options = parser.parse_args()
+    faults = [
+        one for one in FAULTS if not options.name or any(part in f"{one.name} {one.file}" for part in options.name)
+    ]
+    if not faults:
+        sys.exit(f"no fault has one of these in its name or file: {', '.join(options.name)}")
+    names = [one.name for one in FAULTS]
+    if len(set(names)) != len(names):
+        sys.exit(f"two faults have one name: {sorted({name for name in names if names.count(name) > 1})}")
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        work = Path(folder).resolve()
+        source = snapshot(work / "unchanged", PACKAGE.parent)  # somebody may be editing meanwhile
+        planted = [plant(one, source) for one in faults]
+        if options.list:
+            for one in faults:
+                print(f"{one.file:24} {one.name}")
+            return 0
+        with ThreadPoolExecutor(options.jobs) as pool:
+            return run(faults, planted, source, work, pool, options)
+
+
+def run(
+    faults: list[Fault],
+    planted: list[str],
+    source: Path,
+    work: Path,
+    pool: ThreadPoolExecutor,
+    options: argparse.Namespace,
+) -> int:
+    begin = time.monotonic()
+    # A single test need not be run where its whole file is.
+    tests = {test for one in faults for test in one.tests}
+    needed = sorted(test for test in tests if "::" not in test or test.split("::")[0] not in tests)
+    parts = [part for number in range(options.jobs) if (part := needed[number :: options.jobs])]
+    limit = options.timeout * len(needed)
+    for outcome in pool.map(lambda part: run_tests(source, part, limit), parts):
+        if outcome.by != "SURVIVES":
+            print(outcome.output)
+            print(f"Without any fault the tests fail: {outcome.by}")
+            return 1
+    print(f"Without a fault the tests pass ({time.monotonic() - begin:.0f} s)\n", flush=True)
+    width = max(len(one.name) for one in faults)
+    print(f"{'fault':{width}}  seconds  found by")
+    tasks = [
+        pool.submit(try_fault, one, text, source, work, number, options.timeout)
+        for number, (one, text) in enumerate(zip(faults, planted, strict=True))
+    ]
+    outcomes = []
+    try:
+        for one, task in zip(faults, tasks, strict=True):
+            outcome = task.result()
+            outcomes.append(outcome)
+            print(f"{one.name:{width}}  {outcome.seconds:7.1f}  {outcome.by}", flush=True)
+            if options.verbose or outcome.by.startswith("NO RESULT"):
+                print(outcome.output, flush=True)
+    finally:
+        for task in tasks:
+            task.cancel()
+    found = sum(outcome.found for outcome in outcomes)
+    print(f"\n{found} of {len(faults)} found, in {time.monotonic() - begin:.0f} s")
+    return 0 if found == len(faults) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
