@@ -122,12 +122,13 @@ def test_what_a_policy_computes_is_not_the_functions():
     def policy(what, ctx):
         if isinstance(what, str):
             ctx.args[0].abs().sum().item()
-            return recollect.Recompute()
+            return recollect.Save() if what == "kept" else recollect.Recompute()
         return None
 
     turn = [2.0]
 
     def function(x):
+        x = recollect.region("kept", torch.cos)(x)
         return recollect.region("part", lambda x: x.sin() * turn[0])(x).exp()
 
     x = torch.ones(3, requires_grad=True)
