@@ -18,7 +18,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from functools import cache
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,6 +41,7 @@ from recollect._torch import (
     locals_of,
     makes_unwritten_memory,
     may_be_unfilled,
+    may_give_unwritten_memory,
     overwrites,
     running_statistics,
     storage_key,
@@ -244,7 +244,7 @@ class Recorder(OperatorMode):
     def _briefly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.muted:
             frame = sys._getframe().f_back
-            while frame is not None and is_library(frame.f_code):
+            while frame is not None and is_library_file(frame.f_code.co_filename):
                 frame = frame.f_back
             code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
             self.steps.append(Step(func, code, line, (), ()))
@@ -347,19 +347,6 @@ class Recorder(OperatorMode):
                     self.variables[here] = _variables(frame)
             frame = frame.f_back
         return code, line, tuple(reversed(modules))
-
-
-@cache
-def is_library(code: CodeType) -> bool:
-    """Whether it is not the user's."""
-    return is_library_file(code.co_filename)
-
-
-@cache
-def may_give_unwritten_memory(operator: Any) -> bool:
-    """Whether results of an operator are to be looked at for memory without values."""
-    schema = getattr(operator, "_schema", None)
-    return schema is None or len(schema.returns) > 1 or makes_unwritten_memory(operator)
 
 
 # What wrappers around a model do while a function runs, and not in every run of it.

@@ -305,6 +305,7 @@ _LIBRARIES = tuple(
 )
 
 
+@functools.cache
 def is_library_file(filename: str) -> bool:
     """Whether a Python file belongs to torch or to recollect rather than to the user."""
     return filename.startswith(_LIBRARIES) or filename.startswith("<frozen")
@@ -640,6 +641,13 @@ def makes_unwritten_memory(operator: Any) -> bool:
     """Whether an operator gives memory without writing to it."""
     name = operator_name(operator).rpartition(".")[2]
     return name.startswith(("empty", "new_empty", "_efficientzerotensor"))
+
+
+@functools.cache
+def may_give_unwritten_memory(operator: Any) -> bool:
+    """Whether results of an operator are to be looked at for memory without values: `empty`, a kernel's workspace."""
+    schema = getattr(operator, "_schema", None)
+    return schema is None or len(schema.returns) > 1 or makes_unwritten_memory(operator)
 
 
 def leaves_unwritten(operator: Any, args: Sequence[Any]) -> bool:
