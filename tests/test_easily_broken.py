@@ -137,3 +137,16 @@ def test_what_a_policy_computes_is_not_the_functions():
     with pytest.raises(recollect.CheckpointError) as info:
         y.sum().backward()
     assert info.value.operator == "aten.mul.Tensor"
+
+
+def test_a_decision_in_a_kept_region_inside_a_plain_one():
+    """What is kept in it belongs to the region around, whose replay does not make the decision again."""
+
+    def middle(x):
+        return region("kept", lambda x: pin(torch.sin)(x.sin()))(x)
+
+    policy = recollect.by_name({"kept": Save()})
+    x = leaf(4)
+    for _ in range(3):
+        y = checkpoint(lambda x: checkpoint(middle, x, policy=policy), x).sin().sum()
+        assert_equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(x.sin().sin().sin().sum(), x)[0])

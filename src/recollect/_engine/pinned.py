@@ -202,9 +202,12 @@ def _run(
     tensors = find_tensors(args, kwargs)[0]
     given = list(tensors)
     outside, hooks = top_hooks(), None
-    if outside is not None and outside[0] is scope.pack:  # else the function has pushed hooks of its own
+    # Within a kept region nothing becomes a slot, but what it keeps goes to the hooks around: not what happens once.
+    # Else, if the hooks are not the region's, the function has pushed some of its own: they decide.
+    if outside is not None and (outside[0] is scope.pack or scope.saving):
         name = _errors.describe_function(function)
-        hooks = hooks_inside(scope, entry.arguments, name, tensors, outside, None, on_host=False)
+        slots = tensors if outside[0] is scope.pack else []
+        hooks = hooks_inside(scope, entry.arguments, name, slots, outside, None, on_host=False)
     try:
         result = call_within(scope, hooks, function, args, kwargs)
     except Exception as error:
