@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 SOURCES := src tests benchmarks examples
 BENCHMARKS := $(filter-out benchmarks/peers.py,$(sort $(wildcard benchmarks/*.py)))
 
-.PHONY: help demo test lint bench mutants clean
+.PHONY: help demo test lint bench fuzz soak mutants clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,8 @@ help:
 	@echo "make test     lint, type check, tests"
 	@echo "make lint     ruff and mypy alone"
 	@echo "make bench    all benchmarks, against PyTorch's own checkpointing and torch_remat"
+	@echo "make fuzz     10,000 random programs against plain autograd"
+	@echo "make soak     2,000 steps of a small model under all features, memory flat"
 	@echo "make mutants  plant faults in the engine, one after the other, and see that the tests find each"
 	@echo "make clean    remove .venv and everything that was generated"
 
@@ -32,6 +34,12 @@ lint: .venv/installed
 
 bench: .venv/installed-bench
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+fuzz: .venv/installed
+	@RECOLLECT_FUZZ=10000 $(BIN)/python tests/test_fuzz.py
+
+soak: .venv/installed
+	@RECOLLECT_SOAK=2000 $(BIN)/python -m pytest -q tests/test_soak.py
 
 mutants: .venv/installed
 	@$(BIN)/python tests/mutants.py

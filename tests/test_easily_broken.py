@@ -150,3 +150,20 @@ def test_a_decision_in_a_kept_region_inside_a_plain_one():
     for _ in range(3):
         y = checkpoint(lambda x: checkpoint(middle, x, policy=policy), x).sin().sum()
         assert_equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(x.sin().sin().sin().sum(), x)[0])
+
+
+def test_a_policy_around_does_not_see_what_happens_once():
+    def inner(x):
+        return x * pin(torch.rand)(4)
+
+    def middle(x):
+        return checkpoint(inner, x.sin())
+
+    policy = recollect.save_ops(torch.ops.aten.rand, torch.ops.aten.sin)
+    x = leaf(4)
+    for function in (middle, lambda x: checkpoint(middle, x)):
+        torch.manual_seed(0)
+        (grad,) = torch.autograd.grad(checkpoint(function, x, policy=policy).sin().sum(), x)
+        torch.manual_seed(0)
+        noise = torch.rand(4)
+        assert_equal(grad, torch.autograd.grad((x.sin() * noise).sin().sum(), x)[0])

@@ -141,15 +141,25 @@ class _Argument:
 
 
 def call_within(
-    scope: Scope, hooks: Hooks | None, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    scope: Scope,
+    hooks: Hooks | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_pinned: bool = False,
 ) -> Any:
-    """Call the function of a kept region: nothing inside is decided by operators, and regions inside are kept too."""
+    """Call the function of a kept region: nothing inside is decided by operators, and regions inside are kept too.
+
+    What is pinned does not happen in the replays of the regions around either: they are not to see it.
+    """
     outside, scope.saving = scope.saving, True
-    recorder = scope.recorder
-    paused = [mode for mode in scope.modes if not mode.paused]
+    around = [scope, *scope.outer()] if is_pinned else [scope]
+    recorders = [one.recorder for one in around if one.recorder is not None]
+    paused = [mode for one in around for mode in one.modes if not mode.paused]
     for mode in paused:
         mode.paused = True
-    if recorder is not None:
+    for recorder in recorders:
         recorder.muted += 1
     try:
         if hooks is None:
@@ -163,7 +173,7 @@ def call_within(
         scope.saving = outside
         for mode in paused:
             mode.paused = False
-        if recorder is not None:
+        for recorder in recorders:
             recorder.muted -= 1
 
 

@@ -209,7 +209,7 @@ def _run(
         slots = tensors if outside[0] is scope.pack else []
         hooks = hooks_inside(scope, entry.arguments, name, slots, outside, None, on_host=False)
     try:
-        result = call_within(scope, hooks, function, args, kwargs)
+        result = call_within(scope, hooks, function, args, kwargs, is_pinned=True)
     except Exception as error:
         entry.error = _twin(error)
         raise

@@ -12,7 +12,7 @@ belongs to the frame that kept it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -88,17 +88,22 @@ class Scope:
         end = self.frame.end if self.replaying and self.frame.finished else len(journal)
         return journal[position] if position < end else None
 
+    def outer(self) -> Iterator[Scope]:
+        """Those around it, from the inside out."""
+        scope = self.around
+        while scope is not None:
+            yield scope
+            scope = scope.around
+
     def pause(self) -> list[Any]:
         """Let the dispatch modes of this function, and of those around it, see nothing; gives those it paused.
 
         What runs in a replay that a backward inside the function set off is none of theirs.
         """
         paused = []
-        scope: Scope | None = self
-        while scope is not None:
+        for scope in (self, *self.outer()):
             modes = (*scope.modes, scope.frame.trace, scope.recorder)
             paused += [mode for mode in modes if mode is not None and not mode.paused]
-            scope = scope.around
         for mode in paused:
             mode.paused = True
         return paused
