@@ -8,6 +8,7 @@ plainly and with regions, and looks at these properties:
   saved. A region may also refuse where the README says so, and only there.
 - The random numbers drawn are the same: the generator stands where it stands in the plain run, after the forward and
   after each pass.
+- What is to happen once happens once, and state outside of the program's functions ends up as after one run of them.
 - With the garbage collector off, every tensor and every function that was made is gone at the end.
 - The hook stack and all other state around the program is as it was before.
 
@@ -737,8 +738,7 @@ class Machine:
             if seen is not None:
                 inner.all.append(self.watch(call, inner.float(0) * seen))
             self.execute(call.body, inner)
-            made = [inner.float(call.gives[0]), *map(inner.any, call.gives[1:])] if call.gives else []
-            return structure(made, call.in_a_dict)
+            return structure([inner.any(place) for place in call.gives], call.in_a_dict)
 
         # Libraries remember things by code from step to step, and here all functions would share one.
         code = self.codes.get(id(call)) or self.codes.setdefault(id(call), function.__code__.replace())
@@ -884,10 +884,13 @@ def run_at_once(machines):
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(machine,), daemon=True) for machine in machines]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that a race has a chance to show
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=120)
+    sys.setswitchinterval(interval)
     assert not any(thread.is_alive() for thread in threads), "they wait for each other"
     if errors:
         raise errors[0]
@@ -1016,30 +1019,28 @@ def has_view_without_grad(program):
     return any(getattr(one, "op", None) in VIEWS for under in without_grad for one in statements_in(under.body))
 
 
-def in_regions(depth, *body, **options):
-    for _ in range(depth):
-        body = (Region(tuple(body), **options),)
-    return Program((Do("sin"), *body, Do("sin")))
+def in_a_region(*body, **options):
+    return Program((Do("sin"), Region(body, **options), Do("sin")))
 
 
 KNOWN = {
     "the stop is due after rrelu, and an inner region begins": (
-        in_regions(1, Do("rrelu"), Region((Do("mm"),)), gives=(1,), policy=(Operators(("mm",)),)),
+        in_a_region(Do("rrelu"), Region((Do("mm"),)), gives=(1,), policy=(Operators(("mm",)),)),
         lambda program, failure: has(program, "rrelu") and "ran at another place" in failure,
     ),
     "a view without grad, of something that needs it, given to a region in a region": (
-        in_regions(1, Under("no_grad", (Do("alias"),)), Region((Do("mul", 0, 1), Do("sin")), takes=(0, 1))),
+        in_a_region(Under("no_grad", (Do("alias"),)), Region((Do("mul", 0, 1), Do("sin")), takes=(0, 1))),
         lambda program, failure: has_view_without_grad(program),
     ),
     "a change through a view, saved, in a double backward": (
         dataclasses.replace(
-            in_regions(1, Do("sin"), Do("alias"), Change("sigmoid_"), gives=(1,)), passes=(Pass("double"),)
+            in_a_region(Do("sin"), Do("alias"), Change("sigmoid_"), gives=(1,)), passes=(Pass("double"),)
         ),
         lambda program, failure: has(program, Change) and "Unpack is being triggered" in failure,
     ),
     "the stop in the handler of an exception": (
-        in_regions(1, Do("sin"), Under("try", (Fail("escapes"),))),
-        lambda program, failure: has(program, Fail, Under) and "outlive" in failure,
+        in_a_region(Do("sin"), Under("try", (Fail("escapes"),))),
+        lambda program, failure: has(program, Under) and "outlive" in failure,
     ),
 }
 
@@ -1049,7 +1050,7 @@ def known_failure(program, failure):
 
 
 @pytest.mark.parametrize("name", KNOWN)
-@pytest.mark.xfail(strict=True, raises=AssertionError)
+@pytest.mark.xfail(strict=not torch.__version__.startswith("2.11"), raises=AssertionError)
 def test_what_is_not_right_yet(name):
     look_at(KNOWN[name][0])
 
@@ -1062,6 +1063,7 @@ PATTERNS = ("*", "a", "b", "a/*", "*/a", "*b", "*/*", "a/b")
 CONTEXTS = ("try", "autocast", "no_grad", "save_on_cpu", "copying hooks", OWN_BACKWARD)
 OPERANDS = list(itertools.product((0, 0, 1, 2), (0, 1, 2)))
 PLACES = ((0,), (0,), (1,), (0, 1), (0, 0), (1, 0), (2, 0), (0, 1, 2))
+RESULTS = (*PLACES, *PLACES, ())
 OPTIONS = list(
     itertools.product(
         ("checkpoint", "checkpoint", "remat", "drop-in"),  # api
@@ -1154,11 +1156,11 @@ class Drawing:
         return Under(context, self.body(depth, in_a_try or context == "try"))
 
     def named(self, depth, in_a_try):
-        name, takes, gives = self.draw(among("aabc")), self.draw(among(PLACES)), self.draw(among(PLACES))
+        name, takes, gives = self.draw(among("aabc")), self.draw(among(PLACES)), self.draw(among(RESULTS))
         return Named(name, self.body(depth, in_a_try), takes, gives, in_a_dict=self.seldom(6))
 
     def region(self, depth, in_a_try):
-        takes, gives = self.draw(among(PLACES)), self.draw(among(PLACES))
+        takes, gives = self.draw(among(PLACES)), self.draw(among(RESULTS))
         api, in_a_dict, sees, *options = self.draw(among(OPTIONS))
         policy = tuple(
             self.draw(among(POLICIES[self.draw(among(list(POLICIES)))])) for _ in range(self.draw(among((0, 1, 1, 2))))
@@ -1221,10 +1223,11 @@ def fuzz(count, number):
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     use_everything_once()
+    ran.clear()
     failure = ""
     try:
         seed(number)(settings(usual, max_examples=count)(given(programs())(check)))()
-    except BaseException:
+    except Exception:
         failure = traceback.format_exc()
     return ran, failure
 
