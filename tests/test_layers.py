@@ -20,7 +20,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 # A new file takes its place here first.
 LAYERS = [
     ["recollect"],
-    ["recollect.dropin", "recollect.explain"],
+    ["recollect.dropin", "recollect.explain", "recollect.modules"],
+    ["recollect._decided"],
     ["recollect.policies", "recollect._checkpoint"],
     ["recollect._engine"],
     ["recollect._engine.named", "recollect._engine.pinned", "recollect._engine.caching", "recollect._watcher"],
@@ -33,7 +34,7 @@ LAYERS = [
     ["recollect._guards", "recollect._ambient", "recollect._stores", "recollect.policy"],
     ["recollect._record", "recollect._generators", "recollect._known"],
     ["recollect._inputs", "recollect._verify", "recollect._digest"],
-    ["recollect._errors", "recollect._steps", "recollect._optimizers"],
+    ["recollect._errors", "recollect._steps", "recollect._optimizers", "recollect._patterns"],
     ["recollect._torch"],
 ]
 HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}

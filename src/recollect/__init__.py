@@ -8,6 +8,7 @@ from recollect._engine.pinned import is_recomputing, once, pin, skip_on_replay
 from recollect._errors import CheckpointError
 from recollect._generators import register_generator, unregister_generator
 from recollect.explain import explain
+from recollect.modules import apply, unapply
 from recollect.policy import Offload, Recompute, Save, by_name, offload_ops, save_ops
 
 __version__ = "0.1.0"
@@ -16,6 +17,7 @@ __all__ = [
     "Offload",
     "Recompute",
     "Save",
+    "apply",
     "by_name",
     "checkpoint",
     "explain",
@@ -30,6 +32,7 @@ __all__ = [
     "save_ops",
     "set_tolerance",
     "skip_on_replay",
+    "unapply",
     "unregister_generator",
     "verify_again",
 ]

@@ -118,7 +118,8 @@ def checked_options(
     )
 
 
-def _overridden(options: Options) -> Options:
+def overridden(options: Options) -> Options:
+    """`options` with what the process-wide overrides say."""
     early_stop, debug, check = _Overrides.early_stop, _Overrides.debug, _Overrides.check
     if early_stop is None and debug is None and check is None:
         return options
@@ -172,7 +173,7 @@ def _run(
 ) -> Any:
     contexts = None if context_fn is noop_context_fn else _contexts(context_fn)
     if torch.is_grad_enabled():
-        result = run_region(function, args, kwargs, _overridden(options), contexts)
+        result = run_region(function, args, kwargs, overridden(options), contexts)
     else:
         result = function(*args, **kwargs)
     if isinstance(result, RUN_LATER):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 Signature = tuple[Any, ...]
 
@@ -69,10 +70,31 @@ def _label_and_code(function: Callable[..., Any]) -> tuple[str, Any]:
     owner = getattr(inner, "__self__", None)
     if isinstance(owner, type):  # MyFunction.apply is a method of torch's own class
         inner = getattr(owner, "forward", inner)
+    elif isinstance(owner, Module) and inner.__name__ in (Module.__call__.__name__, "__call__"):
+        inner = owner
     label = getattr(inner, "__qualname__", None) or type(inner).__name__
     kind: Any = type(inner)
     runs = inner if hasattr(inner, "__code__") else getattr(kind, "forward", kind.__call__)
     return label, getattr(runs, "__code__", None)
+
+
+def no_such_modules(label: str, model: str, never_called: Sequence[str], close: Sequence[str]) -> ValueError:
+    """`never_called` matched, and are containers without a forward."""
+    if never_called:
+        what = f"matches {', '.join(never_called[:3])} only, which is never called"
+        hint = f"decide for what is inside: {label[:-1]}.*'" if label.endswith("'") else "decide for what is inside"
+        return ValueError(f"{label} {what} in {model}; {hint}")
+    hint = f"; close to it: {', '.join(close)}" if close else ""
+    return ValueError(f"{label} matches no module of {model}{hint}")
+
+
+def decided_twice(name: str, before: str, decision_before: str, now: str, decision: str) -> ValueError:
+    return ValueError(
+        f"{name or 'the model itself'} is decided already, by {before}: {decision_before}, and now by {now}: "
+        f"{decision}. "
+        "Remove the first (handle.remove(), or recollect.unapply(model)), or put both in one dict, where the later "
+        "entry wins"
+    )
 
 
 def describe_value(value: object) -> str:

@@ -62,11 +62,26 @@ class SaveOrCopy(Save):
 class Recompute:
     """Let it go and compute it again in the replay.
 
+    Args:
+        policy: For a named region or a module: what to keep inside all the same, in place of what the region around
+            keeps.
+
     Example:
-        >>> import recollect
+        >>> import torch, recollect
         >>> recollect.Recompute()
         Recompute()
+        >>> recollect.Recompute(policy=recollect.save_ops(torch.ops.aten.mm))
+        Recompute(policy=recollect.save_ops(aten.mm))
     """
+
+    policy: Policy | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy is not None:
+            object.__setattr__(self, "policy", as_policy(self.policy))
+
+    def __repr__(self) -> str:
+        return "Recompute()" if self.policy is None else f"Recompute(policy={self.policy!r})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,8 @@ class Frame:
         self._lock = RLock()
         self.around = around  # the saved-tensor hooks around the region
         self.path = path  # of the named regions around the function, where its policy was handed down to it
-        self.kept_outputs: dict[Any, list[Any]] | None = None  # of operators, by selective.py
+        # Of operators, by place in the journal: see selective.py.
+        self.kept_outputs: dict[int, dict[Any, list[Any]]] | None = None
         self.kept_regions: dict[int, Any] | None = None  # named ones, by named.py
         # Where this region's decisions stand: see scope.py.
         self.journal: list[Any] = [] if scope is None else scope.frame.journal

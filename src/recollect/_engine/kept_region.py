@@ -343,6 +343,26 @@ def hooks_inside(
     return pack, unpack
 
 
+def call_on_host(path: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function that is in no region: what autograd saves in it is kept on the host."""
+
+    def pack(tensor: Tensor) -> Kept:
+        return Kept(_without_history(tensor), on_host=not is_parameter(tensor), hooks=around)
+
+    def unpack(kept: Kept) -> Tensor:
+        if kept.is_changed():
+            raise _errors.kept_saved_tensor_changed(_errors.describe_function(function), path)
+        value: Tensor = kept.get()
+        return value
+
+    around = top_hooks()
+    push_hooks(pack, unpack)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        pop_hooks_of(pack)
+
+
 def _is_odd(tensor: Tensor) -> bool:
     """Whether it cannot be made otherwise, or changes unseen.
 

@@ -1,20 +1,25 @@
-"""Named regions: parts of a checkpointed function that its policy decides by name. No dispatch mode is involved.
+"""Parts of a checkpointed function that are decided as a whole: named regions, by its policy, and modules, by `apply`.
 
-A named region that is recomputed is a plain call, and one that is kept is kept_region.py's. Inside a kept region, one
-that is to be recomputed becomes a checkpointed region of its own.
+A part that is recomputed is a plain call, and one that is kept is kept_region.py's. Inside a kept part, one
+that is to be recomputed becomes a checkpointed region of its own. None of this takes a dispatch mode. A part that is
+recomputed with a policy of its own is refined: as long as it runs, that policy is asked instead of the function's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from recollect import _errors
-from recollect._engine.frame import run_region
+from recollect._engine.frame import Options, run_region
 from recollect._engine.kept_region import Mark, keep, replay
+from recollect._engine.replay import or_nothing
 from recollect._engine.scope import Scope, here
-from recollect._engine.selective import ask
-from recollect.policy import Decision, Question, Recompute
+from recollect._engine.selective import ask, forward_mode, kepts_in, replay_mode, tell_if_useless
+from recollect._inputs import find_tensors
+from recollect._torch import storage_key
+from recollect.policy import Decision, Policy, Question, Recompute
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,9 +79,10 @@ class _Region(Generic[P, R]):
                 decision = policy.decide(path, _NO_QUESTION)
                 if not policy.settled:
                     _settle(scope, path, decision)
-                if not scope.saving and (decision is None or type(decision) is Recompute):
+                if not scope.saving and (decision is None or (type(decision) is Recompute and decision.policy is None)):
                     return self.__wrapped__(*args, **kwargs)
-            result: R = _decided_call(scope, path, decision, self.__wrapped__, args, kwargs)
+            asks = policy.table is None
+            result: R = call_part(scope, path, decision, self.__wrapped__, args, kwargs, asks=asks)
             return result
         finally:
             scope.path = outside
@@ -88,30 +94,92 @@ class _Region(Generic[P, R]):
 _NO_QUESTION = Question((), {}, "")
 
 
-def _decided_call(
+def call_part(
     scope: Scope,
     path: str,
     decision: Decision | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    *,
+    asks: bool = False,
+    options: Options | None = None,
 ) -> Any:
-    """Call a region that is kept, or inside of one that is, or whose decision is in the journal."""
-    is_asked = scope.policy.table is None
+    """Call a part of a checkpointed function: one that is kept or refined, or inside of one that is kept.
+
+    `asks` if the policy is a function, whose decision is in the journal. `options` are those of a module, which
+    stand for themselves: nothing is handed down to it.
+    """
     place, mark = scope.position, None
-    if is_asked or not scope.saving:
-        mark = scope.noted(lambda: Mark(path, _ask(scope, path, args, kwargs) if is_asked else decision))
+    if asks or not scope.saving:
+        mark = scope.noted(lambda: Mark(path, _ask(scope, path, args, kwargs) if asks else decision))
         if mark is None and scope.replaying and scope.frame.finished:
             raise _errors.other_regions(scope.frame.region(), path)
         if mark is not None and getattr(mark, "path", None) != path:
             raise _errors.other_regions(scope.frame.region(), path)
         decision = None if mark is None else mark.decision
-    if scope.saving and type(decision) is Recompute:  # what is around it is kept: it needs a frame of its own
-        return run_region(function, args, kwargs, scope.frame.options, path=path)
-    if mark is None or scope.saving or decision is None or type(decision) is Recompute:
+    if type(decision) is Recompute:
+        if scope.saving:  # what is around it is kept: it needs a frame of its own
+            if options is not None:
+                return run_region(function, args, kwargs, options)
+            inherited = scope.frame.options
+            if decision.policy is not None:
+                inherited = dataclasses.replace(inherited, policy=decision.policy)
+            return run_region(function, args, kwargs, inherited, path=path)
+        if mark is not None and (decision.policy is not None or options is not None):
+            return _call_refined(scope, place, decision.policy, function, args, kwargs)
+        return function(*args, **kwargs)
+    if mark is None or scope.saving or decision is None:
         return function(*args, **kwargs)
     run = replay if scope.replaying else keep
     return run(scope, place, mark, function, args, kwargs)
+
+
+def _call_refined(
+    scope: Scope,
+    place: int,
+    policy: Policy | None,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a part that is recomputed, and in which `policy` decides what to keep all the same."""
+    outside = scope.modes, scope.has_policy, scope.policy, scope.names, scope.path
+    paused = [mode for mode in scope.modes if not mode.paused]
+    for one in paused:
+        one.paused = True
+    scope.has_policy = policy is not None
+    scope.policy = policy if policy is not None and policy.decides_names() else None
+    scope.names, scope.path = [], ""
+    mode: Any = None
+    try:
+        if policy is not None:
+            mode = (replay_mode if scope.replaying else forward_mode)(policy, scope, place)
+        with or_nothing(mode):
+            result = function(*args, **kwargs)
+        if mode is not None and not scope.replaying:
+            _copy_what_may_be_changed(scope, place, result)
+        if policy is not None and not policy.settled and not scope.following:
+            tell_if_useless(policy, scope, () if mode is None else mode.seen)
+        return result
+    except TypeError:
+        if mode is None or scope.replaying or mode.refused is None:
+            raise
+        raise mode.refused from None
+    finally:
+        mode = None  # it holds the scope, and a traceback may hold this frame
+        scope.modes, scope.has_policy, scope.policy, scope.names, scope.path = outside
+        for one in paused:
+            one.paused = False
+
+
+def _copy_what_may_be_changed(scope: Scope, place: int, result: Any) -> None:
+    """Make kept outputs private that left the part as its result: what becomes of them is no longer watched."""
+    memories = set(map(storage_key, find_tensors((result,), {})[0]))
+    for calls in (scope.frame.kept_outputs or {})[place].values():
+        for kept in kepts_in(calls):
+            if kept.copies_on_write and kept.memory() in memories:
+                kept.make_private()
 
 
 def _ask(scope: Scope, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:

@@ -313,7 +313,7 @@ def _call(scope: Scope, arguments: Arguments, trace: OperatorTrace | None, readi
         return
     with (
         or_nothing(frame.replay_context),
-        or_nothing(replay_mode(scope)),
+        or_nothing(replay_mode(policy, scope)),
         or_nothing(trace),
         or_nothing(reading),
         or_nothing(recorder),

@@ -32,6 +32,7 @@ class Scope:
         "around",
         "following",
         "frame",
+        "has_policy",
         "modes",
         "names",
         "pack",
@@ -66,9 +67,9 @@ class Scope:
         self.path = frame.path  # of the named regions that are open
         self.saving = False  # within a named region that is kept
         policy = frame.options.policy
+        self.has_policy = policy is not None
         self.policy: Any = policy if policy is not None and policy.decides_names() else None  # where it has names
-        if policy is not None:
-            self.names: list[str] = []  # the paths of the named regions that were called, until the policy matched
+        self.names: list[str] = []  # the paths of the named regions that were called, until the policy matched
         self.watch: Watch | None = watch if around is None or watch is not None else around.watch
         self.recorder: Any = None  # of operators and values, where this run is to be compared
         self.modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here

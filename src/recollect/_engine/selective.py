@@ -395,30 +395,34 @@ def ask(scope: Scope, policy: Policy, what: Any, args: tuple[Any, ...], kwargs: 
         set_cpu_state(random_state)
 
 
-def forward_mode(policy: Policy, scope: Scope) -> Keeping | None:
+WHOLE = -1  # the place of the function as a whole; parts of it with a policy of their own have one in the journal
+
+
+def forward_mode(policy: Policy, scope: Scope, place: int = WHOLE) -> Keeping | None:
     """The mode that a region's forward needs, None if its policy decides no operators."""
     table = policy.table
     if table is not None and not table:
         return None
     frame = scope.frame
-    frame.kept_outputs = defaultdict(list)
     decisions: dict[Any, list[Any]] | None = None
     if table is None:
         decisions = scope.noted(lambda: defaultdict(list))
-    mode = Keeping(policy, scope, frame.kept_outputs, decisions)
+    if frame.kept_outputs is None:
+        frame.kept_outputs = {}
+    kept = frame.kept_outputs[place] = defaultdict(list)
+    mode = Keeping(policy, scope, kept, decisions)
     scope.modes += (mode,)
     return mode
 
 
-def replay_mode(scope: Scope) -> Serving | None:
+def replay_mode(policy: Policy | None, scope: Scope, place: int = WHOLE) -> Serving | None:
     """The mode that a replay needs, None if no operator's output was kept in the forward."""
-    frame = scope.frame
-    policy = frame.options.policy
-    if frame.kept_outputs is None or policy is None:
+    all_kept = scope.frame.kept_outputs
+    if all_kept is None or policy is None or place not in all_kept:
         return None
     if policy.table is None:
         scope.position += 1  # the decisions of the forward, which are not needed here
-    kept = {op: calls for op, calls in frame.kept_outputs.items() if any(call is not None for call in calls)}
+    kept = {op: calls for op, calls in all_kept[place].items() if any(call is not None for call in calls)}
     if not kept:
         return None
     mode = Serving(scope, kept)
@@ -428,8 +432,9 @@ def replay_mode(scope: Scope) -> Serving | None:
 
 def let_go(frame: Frame) -> None:
     """Let go of what was kept: a replay has ended, for a backward that does not retain the graph."""
-    for calls in (frame.kept_outputs or {}).values():
-        calls[:] = [None if call is None else _GONE for call in calls]
+    for kept in (frame.kept_outputs or {}).values():
+        for calls in kept.values():
+            calls[:] = [None if call is None else _GONE for call in calls]
     for region in (frame.kept_regions or {}).values():
         region.outputs = None
 
