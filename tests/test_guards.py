@@ -394,7 +394,7 @@ def test_frozen_or_unfrozen_between(first, place, way):
 @every_way
 @pytest.mark.parametrize("where", ["only the forward", "forward and backward"])
 def test_parameters_put_in_for_a_while(where, way):
-    """`functional_call` puts the module's own parameters back before backward comes."""
+    """`functional_call` puts the module's own parameters back before backward comes; the replay needs the others."""
     model = model_of()
     others = {name: (p + 1).detach().requires_grad_() for name, p in model.named_parameters()}
     run, steps = WAYS[way]
@@ -416,10 +416,45 @@ def test_parameters_put_in_for_a_while(where, way):
         result = torch.func.functional_call(Regional(), given, (x, run))
         return torch.autograd.grad(result.sum(), [x, *others.values()]) if torch.is_tensor(result) else result
 
-    if where == "only the forward":
-        with pytest.raises(CheckpointError):
-            call(run)
-    else:
+    own = dict(model.named_parameters())
+    for _ in range(2):
+        assert_equal(call(run), call(plain))
+        assert all(one is own[name] for name, one in model.named_parameters())
+    x, z = leaf(2, 4), leaf(2, 4)
+    run(model, x).sum().backward()  # with its own again
+    model(z).sum().backward()
+    assert torch.equal(x.grad, z.grad)
+
+
+@every_way
+def test_parameters_that_were_computed_and_regions_in_regions(way):
+    """A network makes the weights of another one, whose layers are regions in a region."""
+    run, steps = WAYS[way]
+    model, maker = model_of(), nn.Linear(3, sum(p.numel() for p in model_of().parameters()))
+    for _ in range(steps):
+        run(lambda x: run(model, x).exp(), leaf(2, 4)).sum().backward()
+
+    def call(run):
+        x, code = leaf(2, 4), leaf(3)
+        made, given = maker(code), {}
+        for name, p in model.named_parameters():
+            given[name], made = made[: p.numel()].view_as(p), made[p.numel() :]
+
+        class Twice(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.model = model
+
+            def forward(self, x):
+                return run(lambda x: run(self.model, x.sin()).exp(), x)
+
+        twice = Twice()
+        y = torch.func.functional_call(twice, {f"model.{name}": value for name, value in given.items()}, (x,))
+        del given, made
+        z = twice(x)  # with its own, before the backward of the other
+        return torch.autograd.grad((y.square() + z).sum(), [x, code, *maker.parameters(), *model.parameters()])
+
+    for _ in range(2):
         assert_equal(call(run), call(plain))
 
 

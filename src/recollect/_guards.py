@@ -1,6 +1,7 @@
 """What a region depends on besides its arguments: watched, and put back for a replay where that is possible.
 
 - `Training`: whether modules are in training or in evaluation; put back for the replay.
+- `Swapped`: parameters that are there only for the time of the forward; put back for the replay.
 - `Buffers`: what the function changes in place outside of itself; a replay starts from what the forward started
   from, and leaves behind what it found.
 - `Leaves`: weights, which must be the same and unchanged: that cannot be put back, and is an error.
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +24,7 @@ from recollect._digest import copies, overwrite
 from recollect._inputs import versions_of
 from recollect._known import Known
 from recollect._record import Recorder
-from recollect._torch import OperatorMode, put_versions, storage_key, without_torch_function
+from recollect._torch import OperatorMode, own_tensors, put_versions, storage_key, without_torch_function
 
 Undo = Any
 
@@ -46,6 +48,44 @@ class Training:
     def _put(self, flags: list[bool]) -> None:
         for module, flag in zip(self._modules, flags, strict=True):
             module.training = flag
+
+
+class _Swapping(threading.local):
+    replays = 0  # how many run in this thread for which parameters were put back
+
+
+swapping = _Swapping()
+
+
+class Swapped:
+    """Parameters and buffers that a module has only for the time of a forward: `functional_call` put them there."""
+
+    __slots__ = ("_tensors",)
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        everything = {id(one): one for module in modules for one in module.modules()}
+        self._tensors = [
+            (own, name, tensor)
+            for module in everything.values()
+            for own in own_tensors(module)
+            for name, tensor in own.items()
+        ]
+
+    def restore(self) -> Undo:
+        before = [(own, name, own[name]) for own, name, _ in self._tensors if name in own]
+        self._put(self._tensors)
+        swapping.replays += 1
+
+        def undo() -> None:
+            swapping.replays -= 1
+            self._put(before)
+
+        return undo
+
+    @staticmethod
+    def _put(tensors: list[tuple[dict[str, Any], str, Any]]) -> None:
+        for own, name, tensor in tensors:
+            own[name] = tensor
 
 
 class Buffers:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from recollect._inputs import Arguments
-from recollect._torch import storage_key
+from recollect._torch import in_functional_call, own_tensors, storage_key
 
 Key = tuple[Any, ...]
 _FEW = 100
@@ -32,6 +32,9 @@ class Known:
         "_references",
         "_roots",
         "_tree",
+        "_identities",
+        "_is_large",
+        "_is_swapped",
         "homes",
         "is_recorded",
         "looked",
@@ -46,8 +49,8 @@ class Known:
         self._roots = [weakref.ref(module) for module in modules]
         tree = {id(one): one for module in modules for one in module.modules()}
         # A method of a whole model says little about what one of its layers calls: then what is called is learnt.
-        few = len(tree) <= _FEW
-        self._tree = [weakref.ref(one) for one in (tree.values() if few else modules)]
+        self._is_large = len(tree) > _FEW
+        self._tree = [weakref.ref(one) for one in (modules if self._is_large else tree.values())]
         self.verified = False  # whether a replay was compared by value and found equal
         self.looked = 0  # how often it was looked whether it draws random numbers which are not preserved
         self.warned = False  # that it draws random numbers which are not preserved
@@ -56,12 +59,25 @@ class Known:
         self.reads: list[weakref.ref[Tensor]] = []
         # What it changes in place, from outside; with it, whether that is read too.
         self.writes: dict[Any, tuple[Callable[[], Tensor | None], bool]] = {}
+        self._identities: list[int] = []  # of its parameters in the call before
+        self._is_swapped = False  # whether those were there only for the time of that call
         # Where its modules have the parameters among that.
         self.homes: list[tuple[weakref.ref[Module], str]] = []
 
     def modules(self) -> list[Module]:
         """The modules whose mode counts: those that belong to the function, or those that it was seen to call."""
         return [module for reference in self._tree if (module := reference()) is not None]
+
+    def is_swapped(self, modules: list[Module], *, putting: bool) -> bool:
+        """Whether a module has other parameters than its own now, by `functional_call` or, `putting`, by a replay.
+
+        That is looked up only if they are others than in the call before: it takes a while.
+        """
+        identities = [id(one) for module in modules for one in own_tensors(module)[0].values()]
+        if identities != self._identities or self._is_large:
+            self._identities = identities
+            self._is_swapped = putting or in_functional_call()
+        return self._is_swapped
 
     def roots(self) -> list[Module]:
         """The modules that the function belongs to."""

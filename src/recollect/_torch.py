@@ -232,6 +232,24 @@ def packs_what_is_written(node: Any, slot: object) -> bool:
 
 # --- Modules that a stop cuts short ---
 
+_FUNCTIONAL_CALLS = frozenset((torch.func.functional_call.__code__, torch.nn.utils.stateless.functional_call.__code__))
+
+
+def in_functional_call() -> bool:
+    """Whether somewhere up the stack `torch.func.functional_call` has put other tensors into a module."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _FUNCTIONAL_CALLS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters and the buffers of a module itself, to look at and to put others in their places."""
+    return module._parameters, module._buffers
+
+
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
 
 

@@ -19,7 +19,7 @@ from recollect import _errors
 from recollect._ambient import Part
 from recollect._differences import Finding, Unequal, explain, first_unequal
 from recollect._generators import Probe
-from recollect._guards import Buffers, Leaves, Reading, Training, lasting, name_of
+from recollect._guards import Buffers, Leaves, Reading, Swapped, Training, lasting, name_of, swapping
 from recollect._inputs import Arguments
 from recollect._known import Known, known_of
 from recollect._optimizers import Steps, stepped_since
@@ -34,6 +34,7 @@ class Verification:
         "_check",
         "_drawn",
         "_function",
+        "_is_swapped",
         "_known",
         "_preserved",
         "_probe",
@@ -64,6 +65,9 @@ class Verification:
         self.record = record
         modules = known.modules()
         self._state: list[Part] = [Training(modules)] if modules else []
+        self._is_swapped = bool(modules) and known.is_swapped(modules, putting=swapping.replays > 0)
+        if self._is_swapped:
+            self._state.append(Swapped(modules))
         if known.writes and (record is None or not record.results):
             buffers = Buffers.of(known)
             if buffers is not None:
@@ -114,7 +118,7 @@ class Verification:
         changed = self.leaves.find_change()
         if changed is not None:
             raise self._guarded(_errors.weight_changed(region(), name_of(changed, self._known.roots())))
-        replaced = self.leaves.replaced()
+        replaced = None if self._is_swapped else self.leaves.replaced()
         if replaced is not None:
             then, now = (None if one is None else name_of(one, self._known.roots()) for one in replaced)
             raise self._guarded(_errors.weight_replaced(region(), str(then), now))
