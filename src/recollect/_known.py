@@ -29,12 +29,12 @@ class Known:
 
     __slots__ = (
         "__weakref__",
-        "_references",
-        "_roots",
-        "_tree",
         "_identities",
         "_is_large",
         "_is_swapped",
+        "_references",
+        "_roots",
+        "_tree",
         "homes",
         "is_recorded",
         "looked",
