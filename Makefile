@@ -54,7 +54,7 @@ clean:
 	@echo "Installing into .venv: once, and it takes a while"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) torch
-	@$(PIP) --editable '.[demo,test,lint]'
+	@$(PIP) --editable '.[demo,test,lint,frameworks]'
 	@touch $@
 
 .venv/installed-bench: .venv/installed

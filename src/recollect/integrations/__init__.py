@@ -1,0 +1,1 @@
+"""Adapters for frameworks. Each is imported by its users only, and needs that framework."""
