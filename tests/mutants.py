@@ -112,6 +112,13 @@ FAULTS = (
         "                pass\n",
         "test_rules.py",
     ),
+    fault(
+        "the stop holds the exception in whose handler it was raised",
+        "_engine/replay.py",
+        "stop.__traceback__ = stop.__context__ = None",
+        "stop.__traceback__ = None",
+        "test_rules.py::test_rule_7_the_stop_within_the_handler_of_an_exception_leaves_nothing",
+    ),
     # --- Passes ---
     fault(
         "the replay of another pass is served",
@@ -550,6 +557,13 @@ FAULTS = (
         "        return self._place.put(tensor)\n",
         "        return tensor\n",
         "test_rules.py",
+    ),
+    fault(
+        "a view made without grad comes back as a leaf",
+        "_torch.py",
+        "        if tensor._base is not None and is_view_without_grad(tensor):\n",
+        "        if False:\n",
+        "test_rules.py::test_rule_2_a_view_made_without_grad_as_input_of_an_inner_region",
     ),
     fault(
         "an inner region's input comes back with other strides",
