@@ -2658,15 +2658,59 @@ def test_rule_2_a_view_made_without_grad_as_input_of_an_inner_region(make, check
     both_ways(program, leaf(3))
 
 
-def test_rule_2_the_view_made_without_grad_of_a_subclass_as_input_of_an_inner_region():
-    x = leaf(3)
+class InUnits(torch.Tensor):
+    """Has an attribute, which it hands on, and operators of its own."""
 
-    def outer(x):
-        return checkpoint(lambda view, x: (x.tanh() * view).sin(), view_without_grad(x), x)
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        units = [value.units for value in args if isinstance(value, InUnits) and hasattr(value, "units")]
+        if isinstance(result, InUnits) and units:
+            result.units = units[0]
+        return result
 
-    (grad,) = grad_of(checkpoint(outer, x.exp().as_subclass(Logging)).as_subclass(torch.Tensor), x)
-    y = x.exp()
-    assert torch.equal(grad, grad_of((y.tanh() * y.detach()).sin(), x)[0])
+    def rotate(self):
+        return self.sin() * self.units
+
+
+@pytest.mark.parametrize("check", ["first", "default"])
+def test_rule_10_a_subclass_with_operators_of_its_own_as_input_of_an_inner_region(check):
+    def program(call, x):
+        def function(x):
+            def inner(x):
+                assert type(x) is InUnits
+                return x.rotate().exp().exp()
+
+            return call(inner, x.tanh(), determinism_check=check)
+
+        given = x.exp().as_subclass(InUnits)
+        given.units = 3
+        return call(function, given, determinism_check=check).as_subclass(torch.Tensor)
+
+    both_ways(program, leaf(3))
+
+
+@pytest.mark.parametrize("kind", [Logging, Wrapper])
+def test_rule_2_a_view_of_a_subclass_made_without_grad_as_input_of_an_inner_region(kind):
+    def run(call):
+        seen = []
+
+        def inner(view, x):
+            seen.append((type(view), view.requires_grad, view.is_leaf))
+            return (x.tanh() * view).sin()
+
+        values = leaf(3).detach()
+        x = (Wrapper(values) if kind is Wrapper else values.as_subclass(Logging)).requires_grad_()
+        Logging.log.clear()
+        with CountOperators() as operators:
+            y = call(lambda x: call(inner, view_without_grad(x), x), x.exp())
+        log, ran = list(Logging.log), [name for name in operators.names if name != "detach"]
+        y.sum().backward()
+        assert set(seen) == {(kind, True, True)}
+        return x.grad.inner if kind is Wrapper else x.grad.as_subclass(torch.Tensor), log, ran
+
+    for got, expected in zip(run(checkpoint), run(plainly), strict=True):
+        assert_equal(got, expected)
 
 
 class SigmoidInPlace(torch.autograd.Function):

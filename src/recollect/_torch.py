@@ -164,17 +164,16 @@ def is_view_without_grad(tensor: torch.Tensor) -> bool:
     """
     if tensor._base is None or not tensor.requires_grad or not tensor.is_leaf:
         return False
-    # `requires_grad_()` makes a true leaf of it. Dispatch modes shall not see how that is found out.
-    with torch.enable_grad(), torch._C._DisableTorchDispatch():
+    # `requires_grad_()` makes a true leaf of it. Neither modes nor subclasses shall see how that is found out.
+    with torch.enable_grad(), without_torch_function(), torch._C._DisableTorchDispatch():
         node: Any = torch.ops.aten.alias.default(tensor).grad_fn
     return node.next_functions[0][0] is None
 
 
 def view_without_grad(values: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory of which `is_view_without_grad` is true."""
-    base = values.detach().requires_grad_()
-    with torch.no_grad():
-        view: torch.Tensor = torch.ops.aten.alias.default(base)
+    with torch.no_grad(), without_torch_function():
+        view: torch.Tensor = torch.ops.aten.alias.default(values.detach().requires_grad_())
     return view
 
 
@@ -193,7 +192,8 @@ class PlaceInGraph:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values: list[torch.Tensor] = []
         if tensor._base is not None and is_view_without_grad(tensor):
-            self._unpack = self._make_view_without_grad
+            given = self._values
+            self._unpack = lambda: view_without_grad(given.pop())
             return
         push_hooks(lambda _: None, lambda _, values=self._values: values.pop())  # type: ignore[misc]
         try:
@@ -212,13 +212,15 @@ class PlaceInGraph:
         # The node keeps what it saved for as long as its result lives.
         return lambda: result.grad_fn.saved_tensors[0]
 
-    def _make_view_without_grad(self) -> torch.Tensor:
-        return view_without_grad(self._values.pop())
-
     def put(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor with these values at that place."""
         self._values.append(values)
         tensor: torch.Tensor = self._unpack()
+        kind = type(values)
+        if kind not in _PLAIN_TYPES and type(tensor) is torch.Tensor:
+            # Autograd gives back a plain tensor: its class would be lost, and with it what its operators do.
+            tensor.__class__ = kind
+            vars(tensor).update(vars(values))
         return tensor
 
 
