@@ -41,6 +41,13 @@ def top_hooks() -> Hooks | None:
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # The node whose backward runs in this thread, or None.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def reads_once(node: Any) -> bool:
+    """Whether a node is one of torch's own, which read each tensor that they saved once; a Function's may read more."""
+    return node is not None and not isinstance(node, torch.autograd.function.FunctionCtx)
+
+
 # Autograd numbers its nodes as it makes them, so an unmoved number means that the same operator still runs.
 sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 # `torch.set_grad_enabled` without the cost of a context manager.
@@ -150,6 +157,26 @@ def is_stock_noop_context_fn(function: object) -> bool:
 _make_saved_tensor = getattr(_autograd, "_make_saved_tensor", None)
 
 
+def is_view_without_grad(tensor: torch.Tensor) -> bool:
+    """Whether it is a view, made without grad, of something that needs grad.
+
+    Such a view says that it needs grad, as a leaf does, and no gradient goes there: operators pass it over.
+    """
+    if tensor._base is None or not tensor.requires_grad or not tensor.is_leaf:
+        return False
+    # `requires_grad_()` makes a true leaf of it. Neither modes nor subclasses shall see how that is found out.
+    with torch.enable_grad(), without_torch_function(), torch._C._DisableTorchDispatch():
+        node: Any = torch.ops.aten.alias.default(tensor).grad_fn
+    return node.next_functions[0][0] is None
+
+
+def view_without_grad(values: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory of which `is_view_without_grad` is true."""
+    with torch.no_grad(), without_torch_function():
+        view: torch.Tensor = torch.ops.aten.alias.default(values.detach().requires_grad_())
+    return view
+
+
 class _SavingNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -164,6 +191,10 @@ class PlaceInGraph:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values: list[torch.Tensor] = []
+        if tensor._base is not None and is_view_without_grad(tensor):
+            given = self._values
+            self._unpack = lambda: view_without_grad(given.pop())
+            return
         push_hooks(lambda _: None, lambda _, values=self._values: values.pop())  # type: ignore[misc]
         try:
             make = _make_saved_tensor
@@ -185,6 +216,11 @@ class PlaceInGraph:
         """A tensor with these values at that place."""
         self._values.append(values)
         tensor: torch.Tensor = self._unpack()
+        kind = type(values)
+        if kind not in _PLAIN_TYPES and type(tensor) is torch.Tensor:
+            # Autograd gives back a plain tensor: its class would be lost, and with it what its operators do.
+            tensor.__class__ = kind
+            vars(tensor).update(vars(values))
         return tensor
 
 

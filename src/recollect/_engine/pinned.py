@@ -23,7 +23,7 @@ from recollect._ambient import RandomState
 from recollect._engine.kept_region import call_within, hooks_inside
 from recollect._engine.scope import Scope, here
 from recollect._inputs import by_hand, copy_of, find_tensors, rebuild
-from recollect._torch import as_inner_result, top_hooks
+from recollect._torch import as_inner_result, is_view_without_grad, top_hooks, view_without_grad
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -140,10 +140,11 @@ def skip_on_replay(hook: Callable[..., Any]) -> Callable[..., Any]:
 class _Pinned:
     """A tensor of a result."""
 
-    __slots__ = ("needs_grad", "value")
+    __slots__ = ("is_passed_over", "needs_grad", "value")
 
     def __init__(self, tensor: Tensor) -> None:
         self.needs_grad = tensor.requires_grad
+        self.is_passed_over = is_view_without_grad(tensor)
         self.value = copy_of(tensor.detach())
 
 
@@ -261,7 +262,9 @@ def _hand_out(
             return one.value
         if id(one) not in made:
             value = copy_of(one.value)
-            if one.needs_grad:
+            if one.is_passed_over:
+                value = view_without_grad(value)
+            elif one.needs_grad:
                 message = _errors.served_from_memory(_errors.describe_function(function))
                 value = as_inner_result(value, tensors, message)
             made[id(one)] = value

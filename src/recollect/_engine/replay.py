@@ -161,15 +161,15 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         if not early_stop:
             surplus += index > last
         elif state != _COMPLETE:
-            if operator == sequence_number() and (state == _STOP_IS_DUE or is_unfilled(index)):
+            # What is packed by hand is packed by no operator: an inner region's inputs, written long ago.
+            runs_on = operator == sequence_number() and not by_hand.packing
+            if runs_on and (state == _STOP_IS_DUE or is_unfilled(index)):
                 state = _STOP_IS_DUE
             else:
                 state, stop = _COMPLETE, Stop()
                 raise stop
 
     def is_unfilled(index: int) -> bool:
-        if by_hand.packing:  # the inputs of an inner region, written long ago
-            return False
         if unfilled == index:  # nothing after it can tell; it is looked at more closely only if it alone is asked for
             return only is not None
         if unfilled != index - 1 or signatures[index] != signatures[unfilled]:
@@ -206,7 +206,8 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
                 run_cut_short_hooks(stop.__traceback__)
         finally:
             if stop is not None:
-                stop.__traceback__ = None  # it holds the frames that hold it
+                # Both hold the frames that hold it: the context is an exception in whose handler it was raised.
+                stop.__traceback__ = stop.__context__ = None
             if put_back:
                 _copy_what_changes_again(replay, put_back)
             undo_all(undo)
