@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from recollect import _errors
+from torch.compiler import is_dynamo_compiling
+
+from recollect import _compile, _errors
 from recollect._engine.frame import run_region
 from recollect._engine.kept_region import Mark, keep, replay
 from recollect._engine.scope import Scope, here
 from recollect._engine.selective import ask
+from recollect._torch import run_as_it_is
 from recollect.policy import Decision, Question, Recompute
 
 P = ParamSpec("P")
@@ -62,7 +65,11 @@ class _Region(Generic[P, R]):
         self.__name__ = name
         self.__wrapped__ = function
 
+    @run_as_it_is
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_dynamo_compiling():
+            named: R = _compile.run_named(self.__name__, self.__wrapped__, args, kwargs)
+            return named
         scope = here.scope
         if scope is None or scope.policy is None:
             return self.__wrapped__(*args, **kwargs)
