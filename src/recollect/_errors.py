@@ -139,6 +139,20 @@ def bad_contexts(got: object) -> TypeError:
     )
 
 
+def not_dispatch_modes(got: object) -> AssertionError:
+    return AssertionError(
+        "under torch.compile a context_fn must generate a tuple of two `TorchDispatchMode`s, such as those of "
+        f"create_selective_checkpoint_contexts, got {describe_value(got)}"
+    )
+
+
+def policy_and_contexts(mode: object) -> TypeError:
+    return TypeError(
+        "under torch.compile a policy goes together with a context_fn that gives the modes of "
+        f"create_selective_checkpoint_contexts, and with no other, got {describe_value(mode)}: pass one of the two"
+    )
+
+
 def runs_later(function: Callable[..., Any], kind: str) -> TypeError:
     return TypeError(
         f"function must compute its result when it is called, got {describe_function(function)}, which gives "

@@ -13,11 +13,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
-from typing import Any
+from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.modules.module as _modules
+import torch.utils.checkpoint as _stock
+from torch._C._dynamo import eval_frame as _frames
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -147,8 +149,7 @@ def nested_sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def is_stock_noop_context_fn(function: object) -> bool:
     """Programs pass torch's own default explicitly; it means "no contexts" here too."""
-    stock = sys.modules.get("torch.utils.checkpoint")
-    return stock is not None and function is getattr(stock, "noop_context_fn", None)
+    return function is STOCK["noop_context_fn"]
 
 
 # --- A tensor's place in autograd ---
@@ -760,3 +761,108 @@ def can_be_recorded() -> bool:
 
 # Whether this process has used a CUDA device. Builds without CUDA do not have the name, nor such a device.
 has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
+
+
+# --- The compiler ---
+
+# The names of torch.utils.checkpoint as they are when recollect is imported. The compiler works with them, whatever a
+# program puts in their place later.
+STOCK: dict[str, Any] = {
+    name: value for name, value in vars(_stock).items() if getattr(value, "__module__", None) == _stock.__name__
+}
+# The partitioner knows the members of torch's own enum, by identity.
+TAGS: dict[str, Any] = {member.name: member for member in STOCK["CheckpointPolicy"]}
+
+
+@contextlib.contextmanager
+def stock_names() -> Iterator[None]:
+    """Torch's own checkpointing, whose functions look each other up by name, finds its own names."""
+    replaced = {name: vars(_stock)[name] for name, value in STOCK.items() if vars(_stock).get(name) is not value}
+    vars(_stock).update(STOCK)
+    try:
+        yield
+    finally:
+        vars(_stock).update(replaced)
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
+_dispatch_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
+
+
+def makes_a_graph() -> bool:
+    """Whether operators that run now in this thread become nodes of a graph."""
+    return _dispatch_mode(_PROXY) is not None
+
+
+def is_traced_by_autograd() -> bool:
+    """Whether AOTAutograd, the part of the compiler behind Dynamo, runs something now in this thread.
+
+    It runs everything at least twice: first to see what comes out, then to make a graph of it.
+    """
+    return makes_a_graph() or _dispatch_mode(_FUNCTIONAL) is not None
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant_when_traced(function: F) -> F:
+    """Let Dynamo call a function while it traces, on constants, rather than trace it.
+
+    `torch.compiler.assume_constant_result` sets the same mark, and imports the whole compiler for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+# Whether Dynamo, where it reads `id(function)`, compiles anew for another function. Without that it takes two functions
+# with the same code for one (2.11, 2.12).
+ID_IS_GUARDED = torch.__version__ >= (2, 13)
+
+
+# What Dynamo does with a Python frame that it comes across, and with the frames inside of that, is noted with the
+# code of the frame. Functions that Dynamo meets in a frame that it traces are another matter: it looks into them.
+_SKIP = _frames._FrameAction.SKIP
+_ALONE = _frames._FrameExecStrategy(_SKIP, _frames._FrameAction.DEFAULT)
+_WITH_ALL_INSIDE = _frames._FrameExecStrategy(_SKIP, _SKIP)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def run_as_it_is(function: F) -> F:
+    """Let Dynamo not begin to trace at a function, when it comes across its call; what is called inside is free."""
+    _frames.set_code_exec_strategy(function.__code__, _ALONE)
+    return function
+
+
+def never_trace(module: ModuleType) -> None:
+    """Let Dynamo pass over the functions of a module and everything that they call.
+
+    Costs nothing at a call. Autograd calls hooks, and dispatch modes are called, in the middle of compiled code.
+    """
+    for owner in (module, *(value for value in vars(module).values() if isinstance(value, type))):
+        if getattr(owner, "__module__", module.__name__) != module.__name__:
+            continue
+        for value in vars(owner).values():
+            function = _function_in(value)
+            if function is not None and function.__module__ == module.__name__:
+                for code in _codes(function.__code__):
+                    _frames.set_code_exec_strategy(code, _WITH_ALL_INSIDE)
+
+
+def _function_in(value: Any) -> FunctionType | None:
+    """The function that a class or a module has as it is, as a method or a property, or decorated."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    if callable(value) and not isinstance(value, type):
+        value = inspect.unwrap(value)
+    return value if isinstance(value, FunctionType) else None

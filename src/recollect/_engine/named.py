@@ -11,14 +11,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from recollect import _errors
+from torch.compiler import is_dynamo_compiling
+
+from recollect import _compile, _errors
 from recollect._engine.frame import Options, run_region
 from recollect._engine.kept_region import Mark, keep, replay
 from recollect._engine.replay import or_nothing
 from recollect._engine.scope import Scope, here
 from recollect._engine.selective import ask, forward_mode, kepts_in, replay_mode, tell_if_useless
 from recollect._inputs import find_tensors
-from recollect._torch import storage_key
+from recollect._torch import run_as_it_is, storage_key
 from recollect.policy import Decision, Policy, Question, Recompute
 
 P = ParamSpec("P")
@@ -67,7 +69,11 @@ class _Region(Generic[P, R]):
         self.__name__ = name
         self.__wrapped__ = function
 
+    @run_as_it_is
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_dynamo_compiling():
+            named: R = _compile.run_named(self.__name__, self.__wrapped__, args, kwargs)
+            return named
         scope = here.scope
         if scope is None or scope.policy is None:
             return self.__wrapped__(*args, **kwargs)
