@@ -3,7 +3,8 @@
 How a module is decided. Its class becomes a subclass made on the spot, of the same name, that decides in `__call__`,
 around the module's hooks and its forward; what was decided stands in the module's `__dict__`. So a copy, a pickled
 model and a replica decide for themselves, with their own weights, and neither a `forward` that somebody put on the
-module nor its signature is touched.
+module nor its signature is touched. One class stays above ours: the one that `torch.nn.utils.parametrize` makes for a
+single module and takes off again.
 
 What a decision means depends on what is around the module when it is called:
 
@@ -17,12 +18,13 @@ What a decision means depends on what is around the module when it is called:
                 the host                         again
 ==============  ===============================  =============================  =============================
 
-So an inner decision refines the outer one, and nothing is run more than twice.
+So an inner decision refines the outer one, and nothing is run more than twice. What is kept is run again all the same
+where `_engine/kept_region.py` says so: where its output is changed in place, or is the memory of its input.
 """
 
 from __future__ import annotations
 
-import copyreg
+import copy
 import warnings
 import weakref
 from collections.abc import Callable
@@ -31,8 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
-from recollect._checkpoint import overridden
+from recollect import _errors
+from recollect._checkpoint import RUN_LATER, overridden, refuse_to_run_later
 from recollect._engine.frame import Options, run_region
 from recollect._engine.kept_region import call_on_host
 from recollect._engine.named import call_part
@@ -64,7 +69,7 @@ class Entry:
         """It takes the place of another one: that is a use."""
         self.settled = True
 
-    def was_of_no_use(self, module: Module, why: str) -> None:
+    def was_of_no_use(self, module: Module | None, why: str) -> None:
         """Warn once if that goes for all its modules."""
         self._waiting.discard(id(module))
         if self._waiting or self.settled:
@@ -92,12 +97,17 @@ def _settled_entry(label: str, decision: Decision) -> Entry:
 class Decided:
     """What was decided for a module."""
 
-    __slots__ = ("entry", "name", "options")
+    __slots__ = ("entry", "is_copied", "name", "options")
 
     def __init__(self, name: str, entry: Entry, options: Options) -> None:
         self.name = name
         self.entry = entry
         self.options = options
+        self.is_copied = False  # whether a copy of the module may have the same class
+
+    def __deepcopy__(self, memo: Any) -> Decided:
+        self.is_copied = True
+        return Decided(self.name, self.entry, self.options)  # values that never change, and a policy is asked as it is
 
     def __reduce__(self) -> Any:
         return Decided, (self.name, self.entry, self.options)
@@ -121,8 +131,12 @@ class DecidedModule:
         if type(entry.decision) is Recompute:
             options = overridden(decided.options)
             if entry.settled:
-                return run_region(call, args, kwargs, options)
-            return _run_watched(self, entry, call, args, kwargs, options)  # type: ignore[arg-type]
+                result = run_region(call, args, kwargs, options)
+            else:
+                result = _run_watched(self, entry, call, args, kwargs, options)  # type: ignore[arg-type]
+            if isinstance(result, RUN_LATER):
+                refuse_to_run_later(call, result)
+            return result
         if type(entry.decision) is Offload:
             return call_on_host(decided.name, call, args, kwargs)
         if not entry.settled:
@@ -131,13 +145,14 @@ class DecidedModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
-        if not _is_decided(type(self)) or not isinstance(made, tuple):
+        kind = type(self)
+        if not _is_decided(kind) or not isinstance(made, tuple):
             return made
-        # Who unpickles finds the module's own class, and derives from it there.
-        own = _own_class(type(self))
-        if made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return (_new_decided, (own, *made[1][1:]), *made[2:])
-        return (own if made[0] is type(self) else made[0], *made[1:])
+        # Who unpickles makes the module from its own class, and decides it there. Its state comes later, if at all.
+        function, args, *rest = made
+        own, decided = _own_class(kind), self.__dict__.get(_KEY)
+        function, args = own if function is kind else function, tuple(own if one is kind else one for one in args)
+        return (function, args, *rest) if decided is None else (_made_and_decided, (decided, function, args), *rest)
 
 
 def _call_in_region(
@@ -159,11 +174,7 @@ def _call_in_region(
             entry.was_of_no_use(module, "it is called inside of what is recomputed as a whole")
         return call(*args, **kwargs)
     entry.settled = True
-    outside, scope.path = scope.path, decided.name
-    try:
-        return call_part(scope, decided.name, decision, call, args, kwargs, options=decided.options)
-    finally:
-        scope.path = outside
+    return call_part(scope, decided.name, decision, call, args, kwargs, options=overridden(decided.options))
 
 
 def _run_watched(
@@ -178,12 +189,14 @@ def _run_watched(
     there = set(map(storage_key, find_tensors(args, kwargs)[0]))
 
     def watch(tensor: Tensor, fate: str) -> None:
-        if not entry.settled and not is_parameter(tensor) and storage_key(tensor) not in there:
+        if fate == "recomputed" and not is_parameter(tensor) and storage_key(tensor) not in there:
             entry.settled = True
 
     result = run_region(call, args, kwargs, options, watch=watch)
-    if not entry.settled:
-        entry.was_of_no_use(module, "autograd saves nothing in there but inputs and weights, which are kept anyway")
+    if not entry.settled and not isinstance(result, RUN_LATER):
+        entry.was_of_no_use(
+            module, "autograd saves nothing in there but what is kept anyway, such as inputs and weights"
+        )
     return result
 
 
@@ -203,14 +216,27 @@ def _decided_class(own: type[Module]) -> type[Module]:
     if made is None:
         names = ("__module__", "__qualname__", "__doc__")
         namespace = {name: getattr(own, name) for name in names}
+        if hasattr(own, "__deepcopy__"):
+            namespace["__deepcopy__"] = _deepcopy
         kind: Any = type(own)
         made = _classes[own] = kind(own.__name__, (DecidedModule, own), namespace)
     return made
 
 
-def _new_decided(own: type[Module], *args: Any) -> Module:
-    made = _decided_class(own)
-    return made.__new__(made, *args)
+def _deepcopy(module: Module, memo: Any) -> Any:
+    """The copy that a module's own `__deepcopy__` makes, which may leave out what was decided."""
+    made: Any = super(DecidedModule, module).__deepcopy__(memo)  # type: ignore[misc]
+    decided: Decided | None = module.__dict__.get(_KEY)
+    if decided is not None and isinstance(made, Module):
+        install(made, copy.deepcopy(decided))
+    return made
+
+
+def _made_and_decided(decided: Decided, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    made = make(*args)
+    if isinstance(made, Module):
+        install(made, decided)
+    return made
 
 
 def _is_decided(kind: type) -> bool:
@@ -218,34 +244,58 @@ def _is_decided(kind: type) -> bool:
     return DecidedModule in kind.__bases__
 
 
+def _is_parametrized(module: Module) -> bool:
+    """Whether `torch.nn.utils.parametrize` made the class of a module, for this one alone and from another class."""
+    return is_parametrized(module) and len(type(module).__bases__) == 1
+
+
+def _parametrized_class(kind: type[Module]) -> type[Module]:
+    """A class like the one that parametrizes a module, over a decided one. Not that itself: copies have it too."""
+    namespace = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    meta: Any = type(kind)
+    made: type[Module] = meta(kind.__name__, (_decided_class(kind.__bases__[0]),), namespace)
+    return made
+
+
 def install(module: Module, decided: Decided) -> None:
     """Let the calls of a module be decided."""
     kind = type(module)
     if not issubclass(kind, DecidedModule):
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{decided.name or 'the model'} is a scripted module, whose calls do not come through Python: decide "
-                "for the module that calls it"
-            )
         try:
-            object.__setattr__(module, "__class__", _decided_class(kind))
+            made = _parametrized_class(kind) if _is_parametrized(module) else _decided_class(kind)
+            object.__setattr__(module, "__class__", made)
         except TypeError as error:
-            raise TypeError(
-                f"{decided.name or 'the model'} ({kind.__name__}) cannot be decided: its class cannot be derived from "
-                f"({error}). Use recollect.composable.checkpoint for it"
-            ) from error
+            why = f"no class can be derived from its own, {kind.__name__} ({error}). Decide for the module around it"
+            raise _errors.cannot_be_decided(decided.name, why) from error
     module.__dict__[_KEY] = decided
 
 
+def why_not(module: Module) -> str | None:
+    """Why a module cannot be decided, in words, if it cannot."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a scripted module, whose calls do not come through Python. Decide for the module around it"
+    if any(map(is_lazy, module.parameters())) or any(map(is_lazy, module.buffers())):
+        return "it has lazy parameters, which the first call makes. Call the model once, and decide then"
+    return None
+
+
 def decided_of(module: Module) -> Decided | None:
-    """What was decided for a module, if anything was."""
+    """What was decided for a module, if anything was. Who gave it another class has taken that off."""
     found: Decided | None = module.__dict__.get(_KEY)
-    return found
+    return found if isinstance(module, DecidedModule) else None
+
+
+def is_decided_by(module: Module, decided: Decided) -> bool:
+    """Whether it is this that was decided for a module."""
+    return module.__dict__.get(_KEY) is decided
 
 
 def take_off(module: Module) -> None:
     """Undo `install`."""
-    module.__dict__.pop(_KEY, None)
-    # Who derived another class from ours in the meantime keeps it; without a decision it does nothing.
-    if _is_decided(type(module)):
-        object.__setattr__(module, "__class__", _own_class(type(module)))
+    decided: Decided | None = module.__dict__.pop(_KEY, None)
+    kind = type(module)
+    if _is_decided(kind):
+        object.__setattr__(module, "__class__", _own_class(kind))
+    elif _is_parametrized(module) and _is_decided(kind.__bases__[0]) and not (decided is None or decided.is_copied):
+        kind.__bases__ = (_own_class(kind.__bases__[0]),)
+    # Else a class that others derived from ours stays: without a decision it does nothing.

@@ -88,6 +88,10 @@ def no_such_modules(label: str, model: str, never_called: Sequence[str], close: 
     return ValueError(f"{label} matches no module of {model}{hint}")
 
 
+def cannot_be_decided(name: str, why: str) -> TypeError:
+    return TypeError(f"{name or 'the model itself'} cannot be decided by recollect.apply: {why}")
+
+
 def decided_twice(name: str, before: str, decision_before: str, now: str, decision: str) -> ValueError:
     return ValueError(
         f"{name or 'the model itself'} is decided already, by {before}: {decision_before}, and now by {now}: "
@@ -448,7 +452,7 @@ def operator_hint(value: object) -> str:
 def other_regions(region: str, path: str) -> CheckpointError:
     return CheckpointError(
         f"the replay of the checkpointed region {region} did not come by the named region {path!r} as the forward did: "
-        "the function did not take the same path twice"
+        "the function did not take the same path twice, or a decision of recollect.apply was made or removed in between"
     )
 
 
