@@ -182,8 +182,7 @@ def _run(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, context_fn: ContextFn
 ) -> Any:
     if is_dynamo_compiling():
-        check, debug, policy = options.determinism_check, options.debug, options.policy
-        return _run_compiled(function, args, kwargs, check, debug=debug, policy=policy, context_fn=context_fn)
+        return run_compiled(function, args, kwargs, options, context_fn)
     contexts = None
     if context_fn is not noop_context_fn:
         if is_traced_by_autograd() and not _is_default(context_fn):
@@ -198,6 +197,22 @@ def _run(
     return result
 
 
+def run_compiled(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    context_fn: ContextFn = noop_context_fn,
+    *,
+    has_parts: bool = False,
+) -> Any:
+    """`_run`, for Dynamo to read; `has_parts` if modules inside have decisions of their own."""
+    check, debug, policy = options.determinism_check, options.debug, options.policy
+    return _run_compiled(
+        function, args, kwargs, check, debug=debug, policy=policy, context_fn=context_fn, has_parts=has_parts
+    )
+
+
 def _run_compiled(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -207,6 +222,7 @@ def _run_compiled(
     debug: bool,
     policy: PolicyLike | None,
     context_fn: ContextFn,
+    has_parts: bool = False,
 ) -> Any:
     """What Dynamo reads in the place of an engine."""
     if "values" in (determinism_check, _Overrides.check):
@@ -214,7 +230,7 @@ def _run_compiled(
     if debug:
         _compile.say("debug")
     contexts = None if _is_default(context_fn) else context_fn
-    return _compile.run(function, args, kwargs, policy=policy, context_fn=contexts)
+    return _compile.run(function, args, kwargs, policy=policy, context_fn=contexts, has_parts=has_parts)
 
 
 def _run_reentrant(

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -58,7 +59,7 @@ from recollect._torch import (
     never_trace,
     stock_names,
 )
-from recollect.policy import Decision, Offload, Policy, Question, Recompute, as_policy
+from recollect.policy import Decision, Offload, Operators, Policy, Question, Recompute, as_policy
 
 # --- For Dynamo to read ---
 
@@ -70,8 +71,9 @@ def run(
     *,
     policy: Any = None,
     context_fn: Callable[[], Any] | None = None,
+    has_parts: bool = False,
 ) -> Any:
-    """Call `function` as a region of the compiler."""
+    """Call `function` as a region of the compiler; `has_parts` if there may be some with decisions of their own."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
 
@@ -79,7 +81,7 @@ def run(
         return function(*args, **kwargs)
 
     called = call if kwargs else function
-    if policy is None and context_fn is None:
+    if policy is None and context_fn is None and not has_parts:
         return torch.utils.checkpoint.checkpoint(called, *args, use_reentrant=False)
     if ID_IS_GUARDED and policy is not None:
         id(policy)  # Dynamo compiles anew for another function, also if only what it has closed over is another
@@ -90,6 +92,12 @@ def run(
 def run_named(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call `function` as a part of a region that has a name."""
     with traceback.annotate({_fresh_mark(): name}):
+        return function(*args, **kwargs)
+
+
+def run_decided(number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `function` as a part of a region for which the decision with that number holds, in place of the policy's."""
+    with traceback.annotate({_fresh_mark(): number}):
         return function(*args, **kwargs)
 
 
@@ -104,6 +112,17 @@ def run_pinned(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     # The mark is for a policy around it, which may have the last word; the contexts are for where there is none.
     with traceback.annotate({_PINNED: True}):
         return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=False, context_fn=_pinning_contexts)
+
+
+# The decisions of modules by number: what Dynamo puts on a node must be a constant.
+_decisions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def number_of(owner: Any) -> int:
+    """A number for what `owner.decision` is, as long as there is an owner."""
+    number = next(_numbers)
+    _decisions[number] = owner
+    return number
 
 
 _MARK = "recollect region "
@@ -149,7 +168,7 @@ _CANNOT = {
 def _contexts(policy: Any, context_fn: Callable[[], Any] | None) -> tuple[Any, Any]:
     """The two dispatch modes that AOTAutograd needs for a policy, for what `context_fn` gives, or for both."""
     if context_fn is None:
-        return _stock_contexts(_Tags(as_policy(policy)))
+        return _stock_contexts(_Tags(_NOTHING if policy is None else as_policy(policy)))
     forward, again = _two_modes(context_fn)
     if policy is None:
         return forward, again
@@ -209,6 +228,9 @@ def _save_unless_free(op: Any) -> Any:
     return TAGS["MUST_SAVE" if selective.kinds[op].is_kept else "PREFER_RECOMPUTE"]
 
 
+_NOTHING = Operators({}, "nothing")
+
+
 class _Tags:
     """A policy as AOTAutograd asks it: about every operator of one call of a region.
 
@@ -235,37 +257,45 @@ class _Tags:
         marks: dict[str, Any] = traceback.get_current_meta().get("custom", {})
         if _PINNED in marks:
             return _save_unless_free(op)
-        around, path = self._around(marks, args, kwargs)
+        around, path, policy = self._around(marks)
         if around is not None and type(around) is not Recompute:
             if isinstance(around, Offload):
                 say("offload")
             return _save_unless_free(op)
         kind, decision = selective.kinds[op], None
         if not kind.is_passed_over(args, kwargs):
-            decision = self._policy.decide(op, Question(args, kwargs, path))
-        if decision is None and self._otherwise is not None:
+            decision = policy.decide(op, Question(args, kwargs, path))
+        if decision is None and self._otherwise is not None and policy is self._policy:
             return _drop_in_tag(self._otherwise, ctx, op, *args, **kwargs)
         if decision is not None:
-            self._policy.settled = self._policy.settled or self._policy.counts(decision)
+            policy.settled = policy.settled or policy.counts(decision)
         if decision is None or not kind.is_kept:
             return TAGS["PREFER_RECOMPUTE" if around is None else "MUST_RECOMPUTE"]
         if type(decision) is Recompute:
             return TAGS["MUST_RECOMPUTE"]
         return _tag("MUST_CPU_OFFLOAD" if isinstance(decision, Offload) else "MUST_SAVE")
 
-    def _around(self, marks: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, str]:
-        """What is decided about the innermost named region that is decided, and the path of the innermost."""
-        decision, path = None, ""
+    def _around(self, marks: dict[str, Any]) -> tuple[Any, str, Policy]:
+        """What is decided about the innermost part that is decided, the path of named regions, and the policy there.
+
+        A part is a named region, which the policy decides, or a module, which has a decision of its own.
+        """
+        decision, path, policy = None, "", self._policy
         numbers = sorted(int(mark.removeprefix(_MARK)) for mark in marks if mark.startswith(_MARK))
         for number in numbers:
             mark = f"{_MARK}{number}"
+            if isinstance(marks[mark], int):
+                decision, path = _decisions[marks[mark]].decision, ""
+                if type(decision) is Recompute:
+                    policy = decision.policy or _NOTHING
+                continue
             path = f"{path}/{marks[mark]}" if path else marks[mark]
-            if mark not in self._named and self._policy.decides_names():
-                decided = self._named[mark] = self._policy.decide(path, Question((), {}, path))
+            if mark not in self._named and policy.decides_names():
+                decided = self._named[mark] = policy.decide(path, Question((), {}, path))
                 if decided is not None:
-                    self._policy.settled = self._policy.settled or self._policy.counts(decided)
+                    policy.settled = policy.settled or policy.counts(decided)
             decision = self._named.get(mark) or decision
-        return decision, path
+        return decision, path, policy
 
 
 def hand_over(

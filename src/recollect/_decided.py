@@ -32,18 +32,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from recollect import _errors
-from recollect._checkpoint import RUN_LATER, overridden, refuse_to_run_later
+from recollect import _compile, _errors
+from recollect._checkpoint import RUN_LATER, overridden, refuse_to_run_later, run_compiled
 from recollect._engine.frame import Options, run_region
 from recollect._engine.kept_region import call_on_host
 from recollect._engine.named import call_part
 from recollect._engine.scope import Scope, here
 from recollect._inputs import find_tensors, is_parameter
-from recollect._torch import level_of_user_code, storage_key
+from recollect._torch import level_of_user_code, run_as_it_is, storage_key
 from recollect.policy import Decision, Offload, Recompute
 
 _KEY = "_recollect_decided"
@@ -58,6 +59,7 @@ class Entry:
     def __init__(self, label: str, decision: Decision) -> None:
         self.label = label
         self.decision = decision
+        self.number = _compile.number_of(self)
         self.settled = False
         self._waiting: set[int] = set()  # the modules that have not been called yet
 
@@ -97,20 +99,29 @@ def _settled_entry(label: str, decision: Decision) -> Entry:
 class Decided:
     """What was decided for a module."""
 
-    __slots__ = ("entry", "is_copied", "name", "options")
+    __slots__ = ("entry", "has_parts", "is_copied", "is_inside", "name", "options")
 
-    def __init__(self, name: str, entry: Entry, options: Options) -> None:
+    def __init__(
+        self, name: str, entry: Entry, options: Options, is_inside: bool = False, has_parts: bool = False
+    ) -> None:
         self.name = name
         self.entry = entry
         self.options = options
+        # For the compiler, which cannot ask what is around a module when it is called.
+        self.is_inside = is_inside  # of one that is recomputed
+        self.has_parts = has_parts  # which are decided themselves
         self.is_copied = False  # whether a copy of the module may have the same class
 
     def __deepcopy__(self, memo: Any) -> Decided:
         self.is_copied = True
-        return Decided(self.name, self.entry, self.options)  # values that never change, and a policy is asked as it is
+        return Decided(*self._values())
 
     def __reduce__(self) -> Any:
-        return Decided, (self.name, self.entry, self.options)
+        return Decided, self._values()
+
+    def _values(self) -> tuple[Any, ...]:
+        """None of them ever changes: a copy shares them, and its policy is asked as it is."""
+        return (self.name, self.entry, self.options, self.is_inside, self.has_parts)
 
 
 class DecidedModule:
@@ -119,11 +130,14 @@ class DecidedModule:
     def __init_subclass__(cls) -> None:
         """Keep what the module's own class does for its subclasses from happening: this is none."""
 
+    @run_as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
         decided: Decided | None = self.__dict__.get(_KEY)
         if decided is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        if is_dynamo_compiling():
+            return _call_compiled(decided, call, args, kwargs)
         scope = here.scope
         if scope is not None:
             return _call_in_region(self, decided, scope, call, args, kwargs)  # type: ignore[arg-type]
@@ -175,6 +189,18 @@ def _call_in_region(
         return call(*args, **kwargs)
     entry.settled = True
     return call_part(scope, decided.name, decision, call, args, kwargs, options=overridden(decided.options))
+
+
+def _call_compiled(decided: Decided, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What Dynamo reads: it knows no scopes, so that what is around the module is taken from its place in the model."""
+    decision = decided.entry.decision
+    if decided.is_inside:
+        return _compile.run_decided(decided.entry.number, call, args, kwargs)
+    if type(decision) is Recompute:
+        return run_compiled(call, args, kwargs, decided.options, has_parts=decided.has_parts)
+    if type(decision) is Offload:
+        _compile.say("offload")
+    return call(*args, **kwargs)
 
 
 def _run_watched(
@@ -277,6 +303,22 @@ def why_not(module: Module) -> str | None:
     if any(map(is_lazy, module.parameters())) or any(map(is_lazy, module.buffers())):
         return "it has lazy parameters, which the first call makes. Call the model once, and decide then"
     return None
+
+
+def look_at_places(model: Module) -> None:
+    """Let the decided modules of a model know which of them are inside of one that is recomputed."""
+    recomputed: dict[str, Decided] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        decided = decided_of(module)
+        if decided is None:
+            continue
+        parts = name.split(".") if name else []
+        around = [recomputed.get(".".join(parts[:length])) for length in range(len(parts))]
+        for outer in around:
+            if outer is not None:
+                decided.is_inside = outer.has_parts = True
+        if type(decided.entry.decision) is Recompute:
+            recomputed[name] = decided
 
 
 def decided_of(module: Module) -> Decided | None:

@@ -16,7 +16,17 @@ from torch.nn import Module
 
 from recollect import _errors
 from recollect._checkpoint import checked_options
-from recollect._decided import Decided, DecidedModule, Entry, decided_of, install, is_decided_by, take_off, why_not
+from recollect._decided import (
+    Decided,
+    DecidedModule,
+    Entry,
+    decided_of,
+    install,
+    is_decided_by,
+    look_at_places,
+    take_off,
+    why_not,
+)
 from recollect._patterns import ModulePattern, close_names
 from recollect.policy import DECISIONS, Decision, Recompute, checked_decision
 
@@ -242,6 +252,7 @@ def apply(
             for done in modules[:index]:
                 take_off(done)
             raise
+    look_at_places(model)
     return Handle(model, modules, made)
 
 
