@@ -25,6 +25,7 @@ where `_engine/kept_region.py` says so: where its output is changed in place, or
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -44,7 +45,7 @@ from recollect._engine.kept_region import call_on_host
 from recollect._engine.named import call_part
 from recollect._engine.scope import Scope, here
 from recollect._inputs import find_tensors, is_parameter
-from recollect._torch import level_of_user_code, run_as_it_is, storage_key
+from recollect._torch import level_of_user_code, never_trace, run_as_it_is, storage_key
 from recollect.policy import Decision, Offload, Recompute
 
 _KEY = "_recollect_decided"
@@ -341,3 +342,6 @@ def take_off(module: Module) -> None:
     elif _is_parametrized(module) and _is_decided(kind.__bases__[0]) and not (decided is None or decided.is_copied):
         kind.__bases__ = (_own_class(kind.__bases__[0]),)
     # Else a class that others derived from ours stays: without a decision it does nothing.
+
+
+never_trace(sys.modules[__name__])

@@ -269,14 +269,16 @@ def packs_what_is_written(node: Any, slot: object) -> bool:
 
 # --- Modules that a stop cuts short ---
 
-_FUNCTIONAL_CALLS = frozenset((torch.func.functional_call.__code__, torch.nn.utils.stateless.functional_call.__code__))
+_FUNCTIONAL_CALL = torch.func.functional_call.__code__
+_STATELESS_CALL = torch.nn.utils.stateless.functional_call.__code__
 
 
 def in_functional_call() -> bool:
     """Whether somewhere up the stack `torch.func.functional_call` has put other tensors into a module."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in _FUNCTIONAL_CALLS:
+        code = frame.f_code  # compared by identity: the compiler's cannot be hashed
+        if code is _FUNCTIONAL_CALL or code is _STATELESS_CALL:
             return True
         frame = frame.f_back
     return False
