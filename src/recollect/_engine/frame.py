@@ -332,6 +332,7 @@ def run_region(
     hook: Callable[[Tensor], Slot] = pack
     if scope.watch is not None:
         hook = scope.pack = _watched(pack, scope.watch)
+    scope.trace = frame.trace
     if record is not None:
         scope.recorder = record
         hook = scope.pack = record.saving(hook)

@@ -18,9 +18,8 @@ from recollect._engine.frame import Options, run_region
 from recollect._engine.kept_region import Mark, keep, replay
 from recollect._engine.replay import or_nothing
 from recollect._engine.scope import Scope, here
-from recollect._engine.selective import ask, forward_mode, kepts_in, replay_mode, tell_if_useless
-from recollect._inputs import find_tensors
-from recollect._torch import run_as_it_is, storage_key
+from recollect._engine.selective import ask, forward_mode, replay_mode, tell_if_useless
+from recollect._torch import run_as_it_is
 from recollect.policy import Decision, Policy, Question, Recompute
 
 P = ParamSpec("P")
@@ -161,10 +160,9 @@ def _call_refined(
     try:
         if policy is not None:
             mode = (replay_mode if scope.replaying else forward_mode)(policy, scope, place)
-        with or_nothing(mode):
+        # Those who look at operators are above the modes that keep and hand out: see `_call_in_contexts` of frame.py.
+        with or_nothing(mode), or_nothing(mode and scope.trace), or_nothing(mode and scope.recorder):
             result = function(*args, **kwargs)
-        if mode is not None and not scope.replaying:
-            _copy_what_may_be_changed(scope, place, result)
         if policy is not None and not policy.settled and not scope.following:
             tell_if_useless(policy, scope, () if mode is None else mode.seen)
         return result
@@ -177,15 +175,6 @@ def _call_refined(
         scope.modes, scope.has_policy, scope.policy, scope.names, scope.path = outside
         for one in paused:
             one.paused = False
-
-
-def _copy_what_may_be_changed(scope: Scope, place: int, result: Any) -> None:
-    """Make kept outputs private that left the part as its result: what becomes of them is no longer watched."""
-    memories = set(map(storage_key, find_tensors((result,), {})[0]))
-    for calls in (scope.frame.kept_outputs or {})[place].values():
-        for kept in kepts_in(calls):
-            if kept.copies_on_write and kept.memory() in memories:
-                kept.make_private()
 
 
 def _ask(scope: Scope, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:

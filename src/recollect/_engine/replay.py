@@ -192,8 +192,8 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         if around is not None:
             undo.append(partial(_resume, around.pause()))
         scope = here.scope = Scope(frame, hook, lambda: len(tensors) + surplus, around, replaying=True)
-        scope.recorder = recorder
-        _call(scope, arguments, trace, reading)
+        scope.recorder, scope.trace = recorder, trace
+        _call(scope, arguments, reading)
     except BaseException as error:
         # Neither an error of the function nor Ctrl-C while the stop was on its way may be lost.
         if state != _COMPLETE or not isinstance(error, (Stop, Exception)):
@@ -305,10 +305,10 @@ def _grad_mode_off() -> None:
 
 
 @traces_start_here
-def _call(scope: Scope, arguments: Arguments, trace: OperatorTrace | None, reading: Reading | None) -> None:
+def _call(scope: Scope, arguments: Arguments, reading: Reading | None) -> None:
     frame = scope.frame
     args, kwargs = arguments
-    policy, recorder = frame.options.policy, scope.recorder
+    policy, trace, recorder = frame.options.policy, scope.trace, scope.recorder
     if all(one is None for one in (frame.replay_context, trace, policy, recorder, reading)):
         frame.function(*args, **kwargs)
         return
