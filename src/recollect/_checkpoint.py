@@ -138,13 +138,14 @@ def overridden(options: Options) -> Options:
     )
 
 
-def _is_default(context_fn: ContextFn) -> bool:
-    return context_fn is noop_context_fn or is_stock_noop_context_fn(context_fn)
+def gives_contexts(context_fn: ContextFn) -> bool:
+    """Whether it is more than the default, ours or torch's."""
+    return not (context_fn is noop_context_fn or is_stock_noop_context_fn(context_fn))
 
 
 def _contexts(context_fn: ContextFn) -> Contexts | None:
     """What `context_fn` gives, None for the default."""
-    if _is_default(context_fn):
+    if not gives_contexts(context_fn):
         return None
     if not callable(context_fn):
         raise _errors.not_callable("context_fn", context_fn)
@@ -185,7 +186,7 @@ def _run(
         return run_compiled(function, args, kwargs, options, context_fn)
     contexts = None
     if context_fn is not noop_context_fn:
-        if is_traced_by_autograd() and not _is_default(context_fn):
+        if is_traced_by_autograd() and gives_contexts(context_fn):
             return _compile.hand_over(function, args, kwargs, context_fn)
         contexts = _contexts(context_fn)
     if torch.is_grad_enabled():
@@ -229,7 +230,7 @@ def _run_compiled(
         _compile.say("values")
     if debug:
         _compile.say("debug")
-    contexts = None if _is_default(context_fn) else context_fn
+    contexts = context_fn if gives_contexts(context_fn) else None
     return _compile.run(function, args, kwargs, policy=policy, context_fn=contexts, has_parts=has_parts)
 
 
@@ -248,7 +249,7 @@ def _run_reentrant(
 def _check_reentrant(kwargs: dict[str, Any], context_fn: ContextFn, debug: bool, policy: PolicyLike | None) -> None:
     if kwargs:
         raise _errors.unexpected_keywords(list(kwargs))
-    given = [] if _is_default(context_fn) else ["context_fn"]
+    given = ["context_fn"] if gives_contexts(context_fn) else []
     if debug:
         given.append("debug")
     if policy is not None:

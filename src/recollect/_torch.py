@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import sys
@@ -22,6 +23,7 @@ import torch.utils.checkpoint as _stock
 from torch._C._dynamo import eval_frame as _frames
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _autograd = torch._C._autograd
@@ -148,8 +150,14 @@ def nested_sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_stock_noop_context_fn(function: object) -> bool:
-    """Programs pass torch's own default explicitly; it means "no contexts" here too."""
-    return function is STOCK["noop_context_fn"]
+    """Programs pass torch's own default explicitly; it means "no contexts" here too.
+
+    By its name, because `torch.utils.checkpoint` may serve another one by now, here or in somebody else's patch.
+    """
+    return (
+        getattr(function, "__module__", None) == "torch.utils.checkpoint"
+        and getattr(function, "__qualname__", None) == "noop_context_fn"
+    )
 
 
 # --- A tensor's place in autograd ---
@@ -805,10 +813,7 @@ def is_traced_by_autograd() -> bool:
     return makes_a_graph() or _dispatch_mode(_FUNCTIONAL) is not None
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def constant_when_traced(function: F) -> F:
+def constant_when_traced(function: _F) -> _F:
     """Let Dynamo call a function while it traces, on constants, rather than trace it.
 
     `torch.compiler.assume_constant_result` sets the same mark, and imports the whole compiler for it.
@@ -836,7 +841,7 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def run_as_it_is(function: F) -> F:
+def run_as_it_is(function: _F) -> _F:
     """Let Dynamo not begin to trace at a function, when it comes across its call; what is called inside is free."""
     _frames.set_code_exec_strategy(function.__code__, _ALONE)
     return function
@@ -868,3 +873,19 @@ def _function_in(value: Any) -> FunctionType | None:
     if callable(value) and not isinstance(value, type):
         value = inspect.unwrap(value)
     return value if isinstance(value, FunctionType) else None
+
+
+def not_compiled(function: _F) -> _F:
+    """A function that Dynamo, when it comes across its call, leaves as it is, with all that it calls.
+
+    As `torch.compiler.disable`, which imports the whole compiler and costs a call.
+    """
+    _frames.set_code_exec_strategy(function.__code__, _WITH_ALL_INSIDE)
+    return function
+
+
+def composable_module() -> ModuleType | None:
+    """Where torch defines its module API of checkpointing; None in builds without torch.distributed."""
+    if not torch.distributed.is_available():
+        return None
+    return importlib.import_module("torch.distributed._composable.checkpoint_activation")
