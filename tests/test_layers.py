@@ -19,7 +19,11 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From top to bottom. A module may import what stands below its own line, and nothing on it or above.
 # A new file takes its place here first.
 LAYERS = [
+    ["recollect.__main__"],
+    ["recollect._run"],
     ["recollect"],
+    ["recollect._patch"],
+    ["recollect._served"],
     ["recollect.dropin", "recollect.explain", "recollect.modules"],
     ["recollect._decided"],
     ["recollect.policies", "recollect._checkpoint"],
@@ -34,7 +38,7 @@ LAYERS = [
     ["recollect._guards", "recollect._ambient", "recollect._stores", "recollect.policy"],
     ["recollect._record", "recollect._generators", "recollect._known"],
     ["recollect._inputs", "recollect._verify", "recollect._digest"],
-    ["recollect._errors", "recollect._steps", "recollect._optimizers", "recollect._patterns"],
+    ["recollect._errors", "recollect._steps", "recollect._optimizers", "recollect._patterns", "recollect._names"],
     ["recollect._torch"],
 ]
 HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}

@@ -7,6 +7,7 @@ from recollect._engine.named import region
 from recollect._engine.pinned import is_recomputing, once, pin, skip_on_replay
 from recollect._errors import CheckpointError
 from recollect._generators import register_generator, unregister_generator
+from recollect._patch import patch_torch
 from recollect.explain import explain
 from recollect.modules import apply, unapply
 from recollect.policy import Offload, Recompute, Save, by_name, offload_ops, save_ops
@@ -24,6 +25,7 @@ __all__ = [
     "is_recomputing",
     "offload_ops",
     "once",
+    "patch_torch",
     "pin",
     "policies",
     "region",

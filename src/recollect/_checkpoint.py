@@ -133,9 +133,14 @@ def overridden(options: Options) -> Options:
     )
 
 
+def gives_contexts(context_fn: ContextFn) -> bool:
+    """Whether it is more than the default, ours or torch's."""
+    return not (context_fn is noop_context_fn or is_stock_noop_context_fn(context_fn))
+
+
 def _contexts(context_fn: ContextFn) -> Contexts | None:
     """What `context_fn` gives, None for the default."""
-    if context_fn is noop_context_fn or is_stock_noop_context_fn(context_fn):
+    if not gives_contexts(context_fn):
         return None
     if not callable(context_fn):
         raise _errors.not_callable("context_fn", context_fn)
@@ -193,7 +198,7 @@ def _run_reentrant(
 ) -> Any:
     if kwargs:
         raise _errors.unexpected_keywords(list(kwargs))
-    given = [] if context_fn is noop_context_fn or is_stock_noop_context_fn(context_fn) else ["context_fn"]
+    given = ["context_fn"] if gives_contexts(context_fn) else []
     if debug:
         given.append("debug")
     if policy is not None:

@@ -13,12 +13,15 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.checkpoint import CheckpointError as TorchsCheckpointError
 
 Signature = tuple[Any, ...]
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(TorchsCheckpointError):
     """A replay cannot give backward what the forward had: it would have been a guess.
+
+    A subclass of torch's own, so that programs which catch that one catch this too, however they came by the name.
 
     Attributes:
         operator: The first operator that differs, where that is known: "aten.mul.Tensor".

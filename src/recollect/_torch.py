@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType, ModuleType, TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.modules.module as _modules
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 _autograd = torch._C._autograd
@@ -139,9 +141,14 @@ def nested_sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_stock_noop_context_fn(function: object) -> bool:
-    """Programs pass torch's own default explicitly; it means "no contexts" here too."""
-    stock = sys.modules.get("torch.utils.checkpoint")
-    return stock is not None and function is getattr(stock, "noop_context_fn", None)
+    """Programs pass torch's own default explicitly; it means "no contexts" here too.
+
+    By its name, because `torch.utils.checkpoint` may serve another one by now, here or in somebody else's patch.
+    """
+    return (
+        getattr(function, "__module__", None) == "torch.utils.checkpoint"
+        and getattr(function, "__qualname__", None) == "noop_context_fn"
+    )
 
 
 # --- A tensor's place in autograd ---
@@ -724,3 +731,31 @@ def can_be_recorded() -> bool:
 
 # Whether this process has used a CUDA device. Builds without CUDA do not have the name, nor such a device.
 has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
+
+
+# --- The compiler, and who serves checkpointing to others ---
+
+_frames = torch._C._dynamo.eval_frame
+_SKIP = _frames._FrameAction.SKIP
+
+
+def not_compiled(function: _F) -> _F:
+    """A function that Dynamo, when it comes across its call, leaves as it is, with all that it calls.
+
+    As `torch.compiler.disable`, which imports the whole compiler and costs a call.
+    """
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(_SKIP, _SKIP))
+    return function
+
+
+def is_traced_by_autograd() -> bool:
+    """Whether AOTAutograd, the part of the compiler behind Dynamo, runs something now in this thread."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+
+
+def composable_module() -> ModuleType | None:
+    """Where torch defines its module API of checkpointing; None in builds without torch.distributed."""
+    if not torch.distributed.is_available():
+        return None
+    return importlib.import_module("torch.distributed._composable.checkpoint_activation")

@@ -119,16 +119,28 @@ def checkpoint_sequential(
         >>> torch.equal(y, model(torch.ones(2, 4)))
         True
     """
+    return run_chain(checkpoint, functions, segments, input, use_reentrant, kwargs, stacklevel=3)
+
+
+def run_chain(
+    region: Callable[..., Any],
+    functions: torch.nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None,
+    kwargs: dict[str, Any],
+    *,
+    stacklevel: int,
+) -> Any:
+    """`checkpoint_sequential`; `region` is the `checkpoint` that runs a piece."""
     if use_reentrant is not None and not isinstance(use_reentrant, bool):
         raise TypeError(
             f"use_reentrant must be None, True or False, got {_errors.describe_value(use_reentrant)}. (If this was "
-            "meant "
-            "as a second input: checkpoint_sequential takes one, so pass several as one tuple)"
+            "meant as a second input: checkpoint_sequential takes one, so pass several as one tuple)"
         )
-    reentrant = chosen_variant(use_reentrant, stacklevel=2)
-    preserve_rng_state = kwargs.pop("preserve_rng_state", True)
-    if kwargs:
-        raise _errors.unexpected_keywords(list(kwargs))
+    reentrant = chosen_variant(use_reentrant, stacklevel=stacklevel)
+    if unknown := [name for name in kwargs if name != "preserve_rng_state"]:
+        raise _errors.unexpected_keywords(unknown)
     try:
         segments = operator.index(segments)
     except TypeError:
@@ -149,7 +161,7 @@ def checkpoint_sequential(
     value, size = input, len(chain) // segments
     for start in range(0, size * (segments - 1), size):
         piece = _Piece(chain[start : start + size])
-        value = _checkpoint.run(piece, (value,), {}, use_reentrant=reentrant, preserve_rng_state=preserve_rng_state)
+        value = region(piece, value, use_reentrant=reentrant, **kwargs)
     return _Piece(chain[size * (segments - 1) :])(value)
 
 

@@ -365,7 +365,7 @@ def test_checkpoints_are_those_of_a_plain_fit_and_training_goes_on_from_them(tmp
     ends = []
     for first, callbacks in ((files["ours"][1], []), (files["plain"][1], [Recollect(LAYERS)])):
         module = count_runs(Lit())
-        saving = ModelCheckpoint(dirpath=tmp_path / "after", every_n_train_steps=1)
+        saving = ModelCheckpoint(dirpath=tmp_path / first.parent.name / "after", every_n_train_steps=1)
         fit(module, *callbacks, saving, ckpt_path=first, max_epochs=2, enable_checkpointing=True)
         ends.append((module, weights(module)))
     assert_same(ends[0][1], ends[1][1])
