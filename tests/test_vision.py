@@ -1,4 +1,4 @@
-"""Convolutional models as torchvision and timm have them, in torch alone: BatchNorm, and skips within and across regions.
+"""Convolutional models as torchvision and timm have them, in torch alone: BatchNorm, skips within and across regions.
 
 Gradients, running statistics and counters must be those of the plain model after every step.
 """
@@ -112,7 +112,6 @@ DECISIONS = {
     "unet-within": (UNet, {DoubleConv: Recompute()}),
     "unet-norms-kept": (UNet, {DoubleConv: Recompute(), nn.BatchNorm2d: Save()}),
 }
-# Kept in the middle of a stage that is kept as a whole, or where nothing is recomputed: that is said, and is not the point.
 pytestmark = pytest.mark.filterwarnings("ignore:the decision .* of recollect.apply changes nothing")
 
 
@@ -139,7 +138,9 @@ def train(model, steps=3, *, autocast=False, **to):
             loss = model(batch(step, **to)).float().square().mean()
         loss.backward()
         seen.append({"loss": loss.detach()})
-        seen[-1] |= {f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        seen[-1] |= {
+            f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+        }
         seen[-1] |= {name: value.clone() for name, value in model.state_dict().items()}
         optimizer.step()
     return seen

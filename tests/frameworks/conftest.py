@@ -16,8 +16,8 @@ def own_environment():
 
 
 @pytest.fixture
-def one_rank(own_environment, tmp_path):
+def one_rank(own_environment):
     """A process group of this process alone."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()

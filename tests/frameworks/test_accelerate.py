@@ -39,10 +39,11 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Block(dropout) for _ in range(3))
-        self.runs = 0
+        self.runs = self.replays = 0
 
         def count(*_):
             self.runs += 1
+            self.replays += recollect.is_recomputing()
 
         for layer in self.layers:
             layer.register_forward_pre_hook(count)
@@ -137,3 +138,39 @@ def test_a_decided_model_is_sharded(accelerator_of, version, precision):
     with recollect.apply(model, LAYERS):
         assert_same(train(accelerator_of(fsdp(version), mixed_precision=precision), model), expected)
     assert model.runs == 2 * 2 * 3
+
+
+# --- Checkpointed by the plugin, under the patch ---
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [(1, {}), (2, {}), (2, {"activation_checkpointing_offload": True})],
+    ids=["version 1", "version 2", "offloaded"],
+)
+def test_activation_checkpointing_of_the_plugin_is_ours_under_the_patch(accelerator_of, version, options):
+    expected = train(accelerator_of(fsdp(version)), Model(dropout=0.0))
+    model = Model(dropout=0.0)
+    with recollect.patch_torch(determinism_check="values"):
+        plugin = fsdp(version, activation_checkpointing=True, **options)
+        assert_same(train(accelerator_of(plugin), model), expected)
+    assert (model.runs, model.replays) == (2 * 2 * 3, 2 * 3)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_dropout_under_version_1(accelerator_of):
+    expected = train(accelerator_of(fsdp(1)), Model())
+    with recollect.patch_torch(determinism_check="first"):
+        assert_same(train(accelerator_of(fsdp(1, activation_checkpointing=True)), Model()), expected)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_version_2_asks_for_other_dropout_masks_in_the_replay_and_that_is_found(accelerator_of):
+    """It passes `preserve_rng_state=False`, which is wrong for a model with dropout."""
+    accelerator = accelerator_of(fsdp(2, activation_checkpointing=True))
+    with (
+        recollect.patch_torch(determinism_check="first"),
+        pytest.raises(recollect.CheckpointError, match="drawn from in the forward and is not preserved"),
+    ):
+        train(accelerator, Model())

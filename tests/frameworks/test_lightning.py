@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader, TensorDataset
 
 import recollect
@@ -19,7 +18,7 @@ with warnings.catch_warnings():
     lightning = pytest.importorskip("lightning", reason="lightning is not installed")
     pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
     from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-    from lightning.pytorch.strategies import ModelParallelStrategy, SingleDeviceStrategy
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
     from lightning.pytorch.tuner import Tuner
 
     from recollect.integrations.lightning import Recollect
@@ -56,7 +55,7 @@ def module_class(package, **methods):
         super(made, self).__init__()
         torch.manual_seed(0)
         self.model = blocks()
-        self.runs = 0
+        self.runs = self.replays = 0
         self.seen = []
 
     def training_step(self, batch, index):
@@ -84,6 +83,7 @@ Lit = module_class(lightning)
 def count_runs(module):
     def count(*_):
         module.runs += 1
+        module.replays += recollect.is_recomputing()
 
     for block in module.model:
         block.register_forward_pre_hook(count)
@@ -169,16 +169,16 @@ def test_the_other_package(plain):
 
 
 def test_a_plan_is_asked_to_apply_itself_to_the_part_it_is_for(plain):
-    class Plan:
-        models = []
+    models = []
 
+    class Plan:
         def apply(self, model):
-            self.models.append(model)
+            models.append(model)
             return recollect.apply(model, {"*": Recompute()})
 
-    module, plan = count_runs(Lit()), Plan()
-    fit(module, Recollect(plan, within="model"))
-    assert plan.models == [module.model]
+    module = count_runs(Lit())
+    fit(module, Recollect(Plan(), within="model"))
+    assert models == [module.model]
     assert_same(weights(module), plain)
     assert module.runs == 2 * 2 * 3
     assert_plain(module)
@@ -202,7 +202,7 @@ def test_options_reach_the_regions():
         fit(module, Recollect({"model.0": Recompute()}, determinism_check=check))
 
     fit_with_flip("none")
-    with pytest.raises(recollect.CheckpointError, match="Lit|Block"):
+    with pytest.raises(recollect.CheckpointError, match="region Block"):
         fit_with_flip("first")
 
 
@@ -417,9 +417,7 @@ def test_manual_optimization_with_two_losses():
         self.manual_backward(out.abs().mean())
         optimizer.step()
 
-    made = module_class(
-        lightning, training_step=training_step, automatic_optimization=property(lambda self: False)
-    )
+    made = module_class(lightning, training_step=training_step, automatic_optimization=property(lambda self: False))
     expected, module = made(), count_runs(made())
     fit(expected)
     fit(module, Recollect(LAYERS))
@@ -460,30 +458,48 @@ def test_under_ddp():
     assert_plain(module)
 
 
-class FSDPOnCPU(SingleDeviceStrategy):
-    """Wraps as Lightning's own strategy for it does, which takes accelerators only."""
+class Flattened(FullyShardedDataParallel):
+    """On the CPU, which has to be asked for."""
 
-    def setup(self, trainer):
-        policy = ModuleWrapPolicy({Block})
-        self.model = FullyShardedDataParallel(
-            self.model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
-        )
-        super().setup(trainer)
+    def __init__(self, module, **options):
+        super().__init__(module, **{**options, "device_id": torch.device("cpu")})
 
 
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.filterwarnings("ignore:.*FSDP.*")
-def test_what_a_strategy_wraps_goes_around_the_regions():
-    runs, found = [], []
-    for callbacks in ([], [Recollect({"model.*": Recompute(), "model.*.wide": Save()})]):
+class FSDP(FSDPStrategy):
+    """Lightning refuses its own class, and no other, where there is no accelerator."""
+
+
+@pytest.fixture
+def sharded_fit(one_rank, monkeypatch):
+    """A fit under FSDP. Gives the module and its weights."""
+    monkeypatch.setattr(torch.distributed.fsdp, "FullyShardedDataParallel", Flattened)
+
+    def run(*callbacks, **options):
         module = count_runs(Lit())
-        fit(module, *callbacks, strategy=FSDPOnCPU(device="cpu"))
-        assert {type(one) for one in module.model} == {FullyShardedDataParallel}
-        assert {type(one.module) for one in module.model} == {Block}
-        runs.append(module.runs)
-        found.append([parameter.detach().clone() for parameter in module.parameters()])
-    assert runs == [2 * 3, 2 * 2 * 3]
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+        strategy = FSDP(auto_wrap_policy={Block}, process_group_backend="gloo", **options)
+        fit(module, *callbacks, strategy=strategy, devices=1)
+        return module, [parameter.detach().clone() for parameter in module.parameters()]
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP.*")
+def test_what_a_strategy_wraps_goes_around_the_regions(sharded_fit):
+    _, expected = sharded_fit()
+    module, found = sharded_fit(Recollect({"model.*": Recompute(), "model.*.wide": Save()}))
+    assert {type(one) for one in module.model} == {FullyShardedDataParallel}
+    assert {type(one.module) for one in module.model} == {Block}
+    assert (module.runs, module.replays) == (2 * 2 * 3, 2 * 3)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP.*")
+def test_activation_checkpointing_of_the_strategy_is_ours_under_the_patch(sharded_fit):
+    _, expected = sharded_fit()
+    with recollect.patch_torch(determinism_check="first"):
+        module, found = sharded_fit(activation_checkpointing_policy={Block})
+    assert (module.runs, module.replays) == (2 * 2 * 3, 2 * 3)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.usefixtures("one_rank")

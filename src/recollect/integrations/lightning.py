@@ -1,8 +1,8 @@
 """Lightning, as `lightning.pytorch`: a callback that has the modules of a model decided while it is fitted.
 
-For `import pytorch_lightning` there is `recollect.integrations.pytorch_lightning`: the two packages have two classes of
-the same name for everything, and their trainers refuse each other's. Fabric needs neither: `recollect.apply(model, ...)` before
-`fabric.setup(model, ...)`.
+For `import pytorch_lightning` there is `recollect.integrations.pytorch_lightning`: the two packages have two
+classes of the same name for everything, and a trainer wants those of its own. Fabric needs neither:
+`recollect.apply(model, ...)`, then `fabric.setup(model, ...)`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Recollect(DecidesInFit, Callback):
     Args:
         decisions: As for `recollect.apply`, by the names in the LightningModule: `{"model.layers.*":
             recollect.Recompute()}`. Or a plan, an object with a method `apply(model)`, which has options of its own.
-        within: The name of the module that `decisions` speak of, such as "model", where that is not the LightningModule.
+        within: The name of the module that `decisions` are for, such as "model", where it is not the LightningModule.
         determinism_check: As for `recollect.checkpoint`.
         debug: As for `recollect.checkpoint`.
         early_stop: As for `recollect.checkpoint`.
