@@ -1,0 +1,23 @@
+"""What frameworks leave behind in a process, put back."""
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def own_environment():
+    """Who joins a process group says so in the environment."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def one_rank(own_environment):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
