@@ -154,8 +154,8 @@ def test_a_graph_break_inside_falls_back_to_the_engine(net, x):
     expected = gradients(net, net, x)
     recomputing = []
 
+    @torch.compiler.disable
     def breaks(module, args, output):
-        torch._dynamo.graph_break()
         recomputing.append(recollect.is_recomputing())
         return output
 
@@ -164,4 +164,4 @@ def test_a_graph_break_inside_falls_back_to_the_engine(net, x):
     compiled = torch.compile(net, backend="aot_eager")
     for _ in range(2):
         assert_close(gradients(compiled, net, x), expected)
-    assert True in recomputing
+    assert recomputing == [False, True] * 2

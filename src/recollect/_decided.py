@@ -25,7 +25,6 @@ where `_engine/kept_region.py` says so: where its output is changed in place, or
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -45,7 +44,7 @@ from recollect._engine.kept_region import call_on_host
 from recollect._engine.named import call_part
 from recollect._engine.scope import Scope, here
 from recollect._inputs import find_tensors, is_parameter
-from recollect._torch import level_of_user_code, never_trace, run_as_it_is, storage_key
+from recollect._torch import level_of_user_code, not_compiled, storage_key
 from recollect.policy import Decision, Offload, Recompute
 
 _KEY = "_recollect_decided"
@@ -131,32 +130,13 @@ class DecidedModule:
     def __init_subclass__(cls) -> None:
         """Keep what the module's own class does for its subclasses from happening: this is none."""
 
-    @run_as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
         decided: Decided | None = self.__dict__.get(_KEY)
         if decided is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        if is_dynamo_compiling():
-            return _call_compiled(decided, call, args, kwargs)
-        scope = here.scope
-        if scope is not None:
-            return _call_in_region(self, decided, scope, call, args, kwargs)  # type: ignore[arg-type]
-        entry = decided.entry
-        if type(entry.decision) is Recompute:
-            options = overridden(decided.options)
-            if entry.settled:
-                result = run_region(call, args, kwargs, options)
-            else:
-                result = _run_watched(self, entry, call, args, kwargs, options)  # type: ignore[arg-type]
-            if isinstance(result, RUN_LATER):
-                refuse_to_run_later(call, result)
-            return result
-        if type(entry.decision) is Offload:
-            return call_on_host(decided.name, call, args, kwargs)
-        if not entry.settled:
-            entry.was_of_no_use(self, "where it is called nothing is recomputed")  # type: ignore[arg-type]
-        return call(*args, **kwargs)
+        run = _call_compiled if is_dynamo_compiling() else _call
+        return run(self, decided, call, args, kwargs)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
@@ -168,6 +148,30 @@ class DecidedModule:
         own, decided = _own_class(kind), self.__dict__.get(_KEY)
         function, args = own if function is kind else function, tuple(own if one is kind else one for one in args)
         return (function, args, *rest) if decided is None else (_made_and_decided, (decided, function, args), *rest)
+
+
+@not_compiled
+def _call(
+    module: Module, decided: Decided, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    scope = here.scope
+    if scope is not None:
+        return _call_in_region(module, decided, scope, call, args, kwargs)
+    entry = decided.entry
+    if type(entry.decision) is Recompute:
+        options = overridden(decided.options)
+        if entry.settled:
+            result = run_region(call, args, kwargs, options)
+        else:
+            result = _run_watched(module, entry, call, args, kwargs, options)
+        if isinstance(result, RUN_LATER):
+            refuse_to_run_later(call, result)
+        return result
+    if type(entry.decision) is Offload:
+        return call_on_host(decided.name, call, args, kwargs)
+    if not entry.settled:
+        entry.was_of_no_use(module, "where it is called nothing is recomputed")
+    return call(*args, **kwargs)
 
 
 def _call_in_region(
@@ -192,8 +196,13 @@ def _call_in_region(
     return call_part(scope, decided.name, decision, call, args, kwargs, options=overridden(decided.options))
 
 
-def _call_compiled(decided: Decided, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@not_compiled  # where it would begin here
+def _call_compiled(
+    module: Module, decided: Decided, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """What Dynamo reads: it knows no scopes, so that what is around the module is taken from its place in the model."""
+    if not is_dynamo_compiling():  # it has read this far, and then come to a graph break
+        return _call(module, decided, call, args, kwargs)
     decision = decided.entry.decision
     if decided.is_inside:
         return _compile.run_decided(decided.entry.number, call, args, kwargs)
@@ -342,6 +351,3 @@ def take_off(module: Module) -> None:
     elif _is_parametrized(module) and _is_decided(kind.__bases__[0]) and not (decided is None or decided.is_copied):
         kind.__bases__ = (_own_class(kind.__bases__[0]),)
     # Else a class that others derived from ours stays: without a decision it does nothing.
-
-
-never_trace(sys.modules[__name__])
