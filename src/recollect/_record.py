@@ -32,6 +32,7 @@ from recollect._torch import (
     OperatorMode,
     called_module,
     changes_arguments,
+    copied_argument,
     dropout_argument,
     gives_more,
     gives_views,
@@ -240,7 +241,7 @@ class Recorder(OperatorMode):
         with without_any_torch_function():
             tensors = list(_tensors((result,)))
             self._made.update(key for key in map(storage_key, tensors) if key not in memory)
-            self._look_at_results(func, tensors)
+            self._look_at_results(func, args, tensors)
             if not muted:
                 results = tuple(Result(signature(one), *self._values(func, one)) for one in tensors)
                 self.steps[place] = self.steps[place]._replace(results=results)
@@ -259,7 +260,7 @@ class Recorder(OperatorMode):
             with without_any_torch_function():
                 if self._unknown:
                     self._unknown -= {storage_key(one) for one in self._targets(func, args, kwargs)}
-                self._look_at_results(func, list(_tensors((result,))))
+                self._look_at_results(func, args, list(_tensors((result,))))
                 self.fill()
         return result
 
@@ -285,9 +286,11 @@ class Recorder(OperatorMode):
             self.has_own_generators = True
         return {storage_key(tensor) for tensor in given}
 
-    def _look_at_results(self, operator: Any, tensors: list[Tensor]) -> None:
+    def _look_at_results(self, operator: Any, args: Sequence[Any], tensors: list[Tensor]) -> None:
         keys = [storage_key(tensor) for tensor in tensors]
-        if makes_unwritten_memory(operator):
+        source = copied_argument(operator)
+        copies_unknown = source is not None and storage_key(args[source]) in self._unknown
+        if makes_unwritten_memory(operator) or copies_unknown:
             self._unknown.update(keys)
         elif not gives_views(operator):
             self._unknown.difference_update(keys)

@@ -708,6 +708,14 @@ def makes_unwritten_memory(operator: Any) -> bool:
     return name.startswith(("empty", "new_empty", "_efficientzerotensor"))
 
 
+def copied_argument(operator: Any) -> int | None:
+    """The position of the argument whose values an operator's result has, if it does nothing but copy them."""
+    return _COPIED.get(operator)
+
+
+_COPIED = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy_.default: 1}
+
+
 @functools.cache
 def may_give_unwritten_memory(operator: Any) -> bool:
     """Whether results of an operator are to be looked at for memory without values: `empty`, a kernel's workspace."""
