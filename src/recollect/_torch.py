@@ -717,6 +717,7 @@ has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext"
 
 # --- The compiler, and who serves checkpointing to others ---
 
+# What Dynamo does with a Python frame that it comes across is noted with the frame's code. Seen in 2.12, 2.13 and 2.15.
 _frames = torch._C._dynamo.eval_frame
 _SKIP = _frames._FrameAction.SKIP
 
