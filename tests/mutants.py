@@ -44,8 +44,8 @@ FAULTS = (
     fault(
         "neighbouring slots are swapped",
         "_engine/frame.py",
-        "        tensor = tensors[slot]\n",
-        "        tensor = tensors[slot ^ 1 if slot ^ 1 < len(tensors) else slot]\n",
+        "\n        tensor = tensors[slot]\n",
+        "\n        tensor = tensors[slot ^ 1 if slot ^ 1 < len(tensors) else slot]\n",
         "test_remat.py",
     ),
     fault(
@@ -99,6 +99,13 @@ FAULTS = (
         "test_early_stop.py::test_a_frozen_neighbour_is_no_reason_to_run_the_last_kernel",
     ),
     fault(
+        "the stop waits on while an inner region begins",
+        "_engine/replay.py",
+        "            runs_on = operator == sequence_number() and not by_hand.packing\n",
+        "            runs_on = operator == sequence_number()\n",
+        "test_early_stop.py::test_an_inner_region_after_the_operator_is_not_run_again",
+    ),
+    fault(
         "an interrupt is lost while the stop unwinds",
         "_engine/replay.py",
         "if state != _COMPLETE or not isinstance(error, (Stop, Exception)):",
@@ -112,6 +119,13 @@ FAULTS = (
         "                pass\n",
         "test_rules.py",
     ),
+    fault(
+        "the stop holds the exception in whose handler it was raised",
+        "_engine/replay.py",
+        "stop.__traceback__ = stop.__context__ = None",
+        "stop.__traceback__ = None",
+        "test_rules.py::test_rule_7_the_stop_within_the_handler_of_an_exception_leaves_nothing",
+    ),
     # --- Passes ---
     fault(
         "the replay of another pass is served",
@@ -119,6 +133,13 @@ FAULTS = (
         "        replay = replays.get(graph_task_id())\n",
         "        replay = next(iter(replays.values()), None)\n",
         "test_rules.py",
+    ),
+    fault(
+        "a Function may read what it saved twice",
+        "_engine/frame.py",
+        "if not replay.grouped and reads_once(current_node()):",
+        "if not replay.grouped:",
+        "test_rules.py::test_rule_4_reading_saved_tensors_twice_is_an_error",
     ),
     fault(
         "what a pass left behind is not dropped",
@@ -550,6 +571,20 @@ FAULTS = (
         "        return self._place.put(tensor)\n",
         "        return tensor\n",
         "test_rules.py",
+    ),
+    fault(
+        "an inner region's input loses its class",
+        "_torch.py",
+        "            tensor.__class__ = kind\n",
+        "            pass\n",
+        "test_rules.py::test_rule_10_a_subclass_with_operators_of_its_own_as_input_of_an_inner_region",
+    ),
+    fault(
+        "a view made without grad comes back as a leaf",
+        "_torch.py",
+        "        if tensor._base is not None and is_view_without_grad(tensor):\n",
+        "        if False:\n",
+        "test_rules.py::test_rule_2_a_view_made_without_grad_as_input_of_an_inner_region",
     ),
     fault(
         "an inner region's input comes back with other strides",

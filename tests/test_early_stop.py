@@ -771,6 +771,28 @@ def test_what_comes_after_the_operator_is_not_run_again(name):
         assert ran == without_detach(operators.names[: operators.names.index("cos")])
 
 
+@pytest.mark.parametrize("policy", [None, save_ops(aten.mm)], ids=["", "a policy"])
+@pytest.mark.parametrize("name", RRELU)
+def test_an_inner_region_after_the_operator_is_not_run_again(name, policy):
+    x, w = leaf(6, 6), leaf(6, 6, seed=1)
+    ran = []
+
+    def inner(y):
+        ran.append("inner")
+        return y @ w
+
+    def program(call, x):
+        def function(x):
+            y = WRITERS[name](x)
+            call(inner, y)  # what it saves is not needed
+            return y
+
+        return call(function, x, policy=policy)
+
+    assert_like_plain(checkpoint, program, x)
+    assert len(ran) == 2  # one plain run, and one forward
+
+
 @pytest.mark.parametrize("name", ["F.rrelu", "nn.RReLU", "F.rrelu_", "nn.RReLU in place"])
 def test_a_replay_that_only_needs_what_came_before_does_not_reach_the_operator(name):
     operator, noted = WRITERS[name], []

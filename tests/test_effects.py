@@ -275,6 +275,15 @@ def a_view_of_an_argument(x, counted):
 
 
 @pinned
+def a_view_made_without_grad(x, counted):
+    """It says that it needs grad, and autograd passes it over: a product saves one of its operands then."""
+    x = x.sin()
+    view = pin(counted(torch.no_grad()(lambda x: x[:])))(x)
+    assert (view.requires_grad, view.is_leaf) == (x.requires_grad, True)
+    return (x.tanh() * view).exp()
+
+
+@pinned
 def with_weights(x, counted):
     scores = pin(counted(LAYER))(x)
     return (pin(counted(lambda x: LAYER(x).tanh().exp()))(scores) * scores).sin()

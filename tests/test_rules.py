@@ -2628,3 +2628,156 @@ def test_rule_2_the_place_in_the_graph_also_where_torch_has_no_saved_tensors_of_
     y = checkpoint(lambda x: checkpoint(lambda h: h.exp(), x.sin()), leaf(3), context_fn=lambda: modes)
     assert modes[0].counts == {"sin": 1, "exp": 1}
     y.sum().backward()
+
+
+def view_without_grad(x):
+    with torch.no_grad():
+        return x[:]
+
+
+@pytest.mark.parametrize("check", ["first", "default"])
+@pytest.mark.parametrize("make", [view_without_grad, lambda x: view_without_grad(x).requires_grad_()], ids=["", "leaf"])
+def test_rule_2_a_view_made_without_grad_as_input_of_an_inner_region(make, check):
+    """It says that it needs grad, because its base does, and operators pass it over."""
+
+    def program(call, x):
+        seen = []
+
+        def inner(view, x):
+            seen.append((view.requires_grad, view.is_leaf))
+            return (x.tanh() * view).sin()  # a product saves one of its operands if only the other needs grad
+
+        def outer(x):
+            return call(inner, make(x), x, determinism_check=check)
+
+        y = call(outer, x.exp(), determinism_check=check)
+        (grad,) = grad_of(y, x, retain_graph=True)
+        assert set(seen) == {(True, True)}
+        return y, grad
+
+    both_ways(program, leaf(3))
+
+
+class InUnits(torch.Tensor):
+    """Has an attribute, which it hands on, and operators of its own."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        units = [value.units for value in args if isinstance(value, InUnits) and hasattr(value, "units")]
+        if isinstance(result, InUnits) and units:
+            result.units = units[0]
+        return result
+
+    def rotate(self):
+        return self.sin() * self.units
+
+
+@pytest.mark.parametrize("check", ["first", "default"])
+def test_rule_10_a_subclass_with_operators_of_its_own_as_input_of_an_inner_region(check):
+    def program(call, x):
+        def function(x):
+            def inner(x):
+                assert type(x) is InUnits
+                return x.rotate().exp().exp()
+
+            return call(inner, x.tanh(), determinism_check=check)
+
+        given = x.exp().as_subclass(InUnits)
+        given.units = 3
+        return call(function, given, determinism_check=check).as_subclass(torch.Tensor)
+
+    both_ways(program, leaf(3))
+
+
+@pytest.mark.parametrize("kind", [Logging, Wrapper])
+def test_rule_2_a_view_of_a_subclass_made_without_grad_as_input_of_an_inner_region(kind):
+    def run(call):
+        seen = []
+
+        def inner(view, x):
+            seen.append((type(view), view.requires_grad, view.is_leaf))
+            return (x.tanh() * view).sin()
+
+        values = leaf(3).detach()
+        x = (Wrapper(values) if kind is Wrapper else values.as_subclass(Logging)).requires_grad_()
+        Logging.log.clear()
+        with CountOperators() as operators:
+            y = call(lambda x: call(inner, view_without_grad(x), x), x.exp())
+        log, ran = list(Logging.log), [name for name in operators.names if name != "detach"]
+        y.sum().backward()
+        assert set(seen) == {(kind, True, True)}
+        return x.grad.inner if kind is Wrapper else x.grad.as_subclass(torch.Tensor), log, ran
+
+    for got, expected in zip(run(checkpoint), run(plainly), strict=True):
+        assert_equal(got, expected)
+
+
+class SigmoidInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x.sigmoid_())
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad * y * (1 - y)
+
+
+def in_regions(call, depth, function, *args, **options):
+    """`function` in so many regions around each other."""
+    if depth > 1:
+        return call(lambda *args: in_regions(call, depth - 1, function, *args, **options), *args, **options)
+    return call(function, *args, **options)
+
+
+def grads_of_a_change(change, call, x, depth=1, **options):
+    def function(x, w):
+        y = x.sin() * w.cos()
+        change(y[:2])
+        return y
+
+    y = in_regions(call, depth, function, x.cos(), x.exp(), **options)
+    (first,) = torch.autograd.grad(y.sum() + y.exp().sum(), x, create_graph=True)
+    return y, first
+
+
+@early_stops
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_rule_10_double_backward_through_a_change_of_a_view_that_is_gone(depth, early_stop):
+    """Its node stands in the graph twice then: as the change of the base, and as itself. Both ask for what it saved."""
+    both_ways(
+        lambda call, x: grads_of_a_change(torch.sigmoid_, call, x, depth, early_stop=early_stop),
+        leaf(3),
+    )
+
+
+def test_rule_10_double_backward_through_a_change_by_a_function_of_a_view_that_is_gone_is_refused():
+    """It could not be told from a Function that reads what it saved twice."""
+    x = leaf(3)
+    _, first = grads_of_a_change(SigmoidInPlace.apply, checkpoint, x)
+    with pytest.raises(CheckpointError, match="Unpack is being triggered for a tensor that was already unpacked once"):
+        grad_of(first, x)
+
+
+@early_stops
+def test_rule_7_the_stop_within_the_handler_of_an_exception_leaves_nothing(early_stop):
+    """The stop has then that exception as its context, whose traceback holds the frames of the function."""
+    made = []
+
+    def function(x):
+        y = x.sin()
+        made.append(weakref.ref(y))
+        try:
+            raise ValueError
+        except ValueError:
+            return y.sigmoid()
+
+    with garbage_collector_off():
+        x = leaf(3)
+        checkpoint(function, x, early_stop=early_stop).sum().backward()
+        assert len(made) == 2
+        assert [reference() for reference in made] == [None, None]
+    assert torch.equal(x.grad, grad_of(x.sin().sigmoid(), x)[0])

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from recollect import _errors
+from recollect import _compile, _errors
 from recollect._engine.frame import Options, run_region
 from recollect._engine.reentrant import CheckpointFunction
 from recollect._known import all_known
-from recollect._torch import is_stock_noop_context_fn
+from recollect._torch import is_stock_noop_context_fn, is_traced_by_autograd, run_as_it_is
 from recollect.policy import Decision, Policy, Question, as_policy
 
 P = ParamSpec("P")
@@ -103,11 +104,7 @@ def checked_options(
         raise _errors.not_one_of("determinism_check", determinism_check, DETERMINISM_CHECKS)
     if name is None and policy is None and debug is False and early_stop is preserve_rng_state is True:
         return _DEFAULTS[determinism_check]
-    for argument, value in (("debug", debug), ("early_stop", early_stop)):
-        if not isinstance(value, int):  # bool among them
-            raise _errors.not_a_bool(argument, value)
-    if preserve_rng_state != "all" and not isinstance(preserve_rng_state, int):
-        raise _errors.not_a_bool("preserve_rng_state", preserve_rng_state, or_else="all")
+    _check_switches(debug, early_stop, preserve_rng_state)
     return Options(
         determinism_check,
         bool(early_stop),
@@ -116,6 +113,14 @@ def checked_options(
         name,
         None if policy is None else as_policy(policy),
     )
+
+
+def _check_switches(debug: Any, early_stop: Any, preserve_rng_state: Any) -> None:
+    for argument, value in (("debug", debug), ("early_stop", early_stop)):
+        if not isinstance(value, int):  # bool among them
+            raise _errors.not_a_bool(argument, value)
+    if preserve_rng_state != "all" and not isinstance(preserve_rng_state, int):
+        raise _errors.not_a_bool("preserve_rng_state", preserve_rng_state, or_else="all")
 
 
 def overridden(options: Options) -> Options:
@@ -173,10 +178,17 @@ def _refuse_if_it_runs_later(function: Callable[..., Any]) -> None:
             raise _errors.runs_later(function, kind)
 
 
+@run_as_it_is
 def _run(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, context_fn: ContextFn
 ) -> Any:
-    contexts = None if context_fn is noop_context_fn else _contexts(context_fn)
+    if is_dynamo_compiling():
+        return run_compiled(function, args, kwargs, options, context_fn)
+    contexts = None
+    if context_fn is not noop_context_fn:
+        if is_traced_by_autograd() and gives_contexts(context_fn):
+            return _compile.hand_over(function, args, kwargs, context_fn)
+        contexts = _contexts(context_fn)
     if torch.is_grad_enabled():
         result = run_region(function, args, kwargs, overridden(options), contexts)
     else:
@@ -186,16 +198,55 @@ def _run(
     return result
 
 
+def run_compiled(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    context_fn: ContextFn = noop_context_fn,
+    *,
+    has_parts: bool = False,
+) -> Any:
+    """`_run`, for Dynamo to read; `has_parts` if modules inside have decisions of their own."""
+    check, debug, policy = options.determinism_check, options.debug, options.policy
+    return _run_compiled(
+        function, args, kwargs, check, debug=debug, policy=policy, context_fn=context_fn, has_parts=has_parts
+    )
+
+
+def _run_compiled(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    determinism_check: str,
+    *,
+    debug: bool,
+    policy: PolicyLike | None,
+    context_fn: ContextFn,
+    has_parts: bool = False,
+) -> Any:
+    """What Dynamo reads in the place of an engine."""
+    if "values" in (determinism_check, _Overrides.check):
+        _compile.say("values")
+    if debug:
+        _compile.say("debug")
+    contexts = context_fn if gives_contexts(context_fn) else None
+    return _compile.run(function, args, kwargs, policy=policy, context_fn=contexts, has_parts=has_parts)
+
+
 def _run_reentrant(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     preserve_rng_state: bool | str,
-    *,
-    context_fn: ContextFn,
-    debug: bool,
-    policy: PolicyLike | None,
 ) -> Any:
+    result = CheckpointFunction.apply(function, preserve_rng_state, *args)
+    if isinstance(result, RUN_LATER):
+        refuse_to_run_later(function, result)
+    return result
+
+
+def _check_reentrant(kwargs: dict[str, Any], context_fn: ContextFn, debug: bool, policy: PolicyLike | None) -> None:
     if kwargs:
         raise _errors.unexpected_keywords(list(kwargs))
     given = ["context_fn"] if gives_contexts(context_fn) else []
@@ -205,10 +256,6 @@ def _run_reentrant(
         given.append("policy")
     if given:
         raise _errors.only_non_reentrant(given)
-    result = CheckpointFunction.apply(function, preserve_rng_state, *args)
-    if isinstance(result, RUN_LATER):
-        refuse_to_run_later(function, result)
-    return result
 
 
 def chosen_variant(use_reentrant: bool | None, *, stacklevel: int) -> bool:
@@ -226,6 +273,7 @@ def chosen_variant(use_reentrant: bool | None, *, stacklevel: int) -> bool:
     return bool(use_reentrant)
 
 
+@run_as_it_is
 def checkpoint(
     function: Callable[..., R],
     *args: Any,
@@ -286,6 +334,7 @@ def checkpoint(
     return result
 
 
+@run_as_it_is
 def run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -303,10 +352,18 @@ def run(
     """`checkpoint` with the function's arguments apart, so that no name is taken from them."""
     if not callable(function):
         raise _errors.not_callable("function", function)
-    if use_reentrant is not False and chosen_variant(use_reentrant, stacklevel=stacklevel):
-        return _run_reentrant(
-            function, args, kwargs, preserve_rng_state, context_fn=context_fn, debug=debug, policy=policy
+    if is_dynamo_compiling():  # it has one variant, which is as good as either
+        if use_reentrant is None or use_reentrant:
+            _check_reentrant(kwargs, context_fn, debug, policy)
+        if determinism_check not in DETERMINISM_CHECKS:
+            raise _errors.not_one_of("determinism_check", determinism_check, DETERMINISM_CHECKS)
+        _check_switches(debug, early_stop, preserve_rng_state)
+        return _run_compiled(
+            function, args, kwargs, determinism_check, debug=debug, policy=policy, context_fn=context_fn
         )
+    if use_reentrant is not False and chosen_variant(use_reentrant, stacklevel=stacklevel):
+        _check_reentrant(kwargs, context_fn, debug, policy)
+        return _run_reentrant(function, args, kwargs, preserve_rng_state)
     options = checked_options(determinism_check, debug, early_stop, preserve_rng_state, None, policy)
     return _run(function, args, kwargs, options, context_fn)
 

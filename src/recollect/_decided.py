@@ -3,7 +3,8 @@
 How a module is decided. Its class becomes a subclass made on the spot, of the same name, that decides in `__call__`,
 around the module's hooks and its forward; what was decided stands in the module's `__dict__`. So a copy, a pickled
 model and a replica decide for themselves, with their own weights, and neither a `forward` that somebody put on the
-module nor its signature is touched.
+module nor its signature is touched. One class stays above ours: the one that `torch.nn.utils.parametrize` makes for a
+single module and takes off again.
 
 What a decision means depends on what is around the module when it is called:
 
@@ -17,12 +18,14 @@ What a decision means depends on what is around the module when it is called:
                 the host                         again
 ==============  ===============================  =============================  =============================
 
-So an inner decision refines the outer one, and nothing is run more than twice.
+So an inner decision refines the outer one, and nothing is run more than twice. What is kept is run again all the same
+where `_engine/kept_region.py` says so: where its output is changed in place, or is the memory of its input.
 """
 
 from __future__ import annotations
 
-import copyreg
+import copy
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -30,15 +33,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
-from recollect._checkpoint import overridden
+from recollect import _compile, _errors
+from recollect._checkpoint import RUN_LATER, overridden, refuse_to_run_later, run_compiled
 from recollect._engine.frame import Options, run_region
 from recollect._engine.kept_region import call_on_host
 from recollect._engine.named import call_part
 from recollect._engine.scope import Scope, here
 from recollect._inputs import find_tensors, is_parameter
-from recollect._torch import level_of_user_code, storage_key
+from recollect._torch import level_of_user_code, never_trace, run_as_it_is, storage_key
 from recollect.policy import Decision, Offload, Recompute
 
 _KEY = "_recollect_decided"
@@ -53,6 +60,7 @@ class Entry:
     def __init__(self, label: str, decision: Decision) -> None:
         self.label = label
         self.decision = decision
+        self.number = _compile.number_of(self)
         self.settled = False
         self._waiting: set[int] = set()  # the modules that have not been called yet
 
@@ -64,7 +72,7 @@ class Entry:
         """It takes the place of another one: that is a use."""
         self.settled = True
 
-    def was_of_no_use(self, module: Module, why: str) -> None:
+    def was_of_no_use(self, module: Module | None, why: str) -> None:
         """Warn once if that goes for all its modules."""
         self._waiting.discard(id(module))
         if self._waiting or self.settled:
@@ -92,15 +100,29 @@ def _settled_entry(label: str, decision: Decision) -> Entry:
 class Decided:
     """What was decided for a module."""
 
-    __slots__ = ("entry", "name", "options")
+    __slots__ = ("entry", "has_parts", "is_copied", "is_inside", "name", "options")
 
-    def __init__(self, name: str, entry: Entry, options: Options) -> None:
+    def __init__(
+        self, name: str, entry: Entry, options: Options, is_inside: bool = False, has_parts: bool = False
+    ) -> None:
         self.name = name
         self.entry = entry
         self.options = options
+        # For the compiler, which cannot ask what is around a module when it is called.
+        self.is_inside = is_inside  # of one that is recomputed
+        self.has_parts = has_parts  # which are decided themselves
+        self.is_copied = False  # whether a copy of the module may have the same class
+
+    def __deepcopy__(self, memo: Any) -> Decided:
+        self.is_copied = True
+        return Decided(*self._values())
 
     def __reduce__(self) -> Any:
-        return Decided, (self.name, self.entry, self.options)
+        return Decided, self._values()
+
+    def _values(self) -> tuple[Any, ...]:
+        """None of them ever changes: a copy shares them, and its policy is asked as it is."""
+        return (self.name, self.entry, self.options, self.is_inside, self.has_parts)
 
 
 class DecidedModule:
@@ -109,11 +131,14 @@ class DecidedModule:
     def __init_subclass__(cls) -> None:
         """Keep what the module's own class does for its subclasses from happening: this is none."""
 
+    @run_as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
         decided: Decided | None = self.__dict__.get(_KEY)
         if decided is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        if is_dynamo_compiling():
+            return _call_compiled(decided, call, args, kwargs)
         scope = here.scope
         if scope is not None:
             return _call_in_region(self, decided, scope, call, args, kwargs)  # type: ignore[arg-type]
@@ -121,8 +146,12 @@ class DecidedModule:
         if type(entry.decision) is Recompute:
             options = overridden(decided.options)
             if entry.settled:
-                return run_region(call, args, kwargs, options)
-            return _run_watched(self, entry, call, args, kwargs, options)  # type: ignore[arg-type]
+                result = run_region(call, args, kwargs, options)
+            else:
+                result = _run_watched(self, entry, call, args, kwargs, options)  # type: ignore[arg-type]
+            if isinstance(result, RUN_LATER):
+                refuse_to_run_later(call, result)
+            return result
         if type(entry.decision) is Offload:
             return call_on_host(decided.name, call, args, kwargs)
         if not entry.settled:
@@ -131,13 +160,14 @@ class DecidedModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
-        if not _is_decided(type(self)) or not isinstance(made, tuple):
+        kind = type(self)
+        if not _is_decided(kind) or not isinstance(made, tuple):
             return made
-        # Who unpickles finds the module's own class, and derives from it there.
-        own = _own_class(type(self))
-        if made[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-            return (_new_decided, (own, *made[1][1:]), *made[2:])
-        return (own if made[0] is type(self) else made[0], *made[1:])
+        # Who unpickles makes the module from its own class, and decides it there. Its state comes later, if at all.
+        function, args, *rest = made
+        own, decided = _own_class(kind), self.__dict__.get(_KEY)
+        function, args = own if function is kind else function, tuple(own if one is kind else one for one in args)
+        return (function, args, *rest) if decided is None else (_made_and_decided, (decided, function, args), *rest)
 
 
 def _call_in_region(
@@ -159,11 +189,19 @@ def _call_in_region(
             entry.was_of_no_use(module, "it is called inside of what is recomputed as a whole")
         return call(*args, **kwargs)
     entry.settled = True
-    outside, scope.path = scope.path, decided.name
-    try:
-        return call_part(scope, decided.name, decision, call, args, kwargs, options=decided.options)
-    finally:
-        scope.path = outside
+    return call_part(scope, decided.name, decision, call, args, kwargs, options=overridden(decided.options))
+
+
+def _call_compiled(decided: Decided, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What Dynamo reads: it knows no scopes, so that what is around the module is taken from its place in the model."""
+    decision = decided.entry.decision
+    if decided.is_inside:
+        return _compile.run_decided(decided.entry.number, call, args, kwargs)
+    if type(decision) is Recompute:
+        return run_compiled(call, args, kwargs, decided.options, has_parts=decided.has_parts)
+    if type(decision) is Offload:
+        _compile.say("offload")
+    return call(*args, **kwargs)
 
 
 def _run_watched(
@@ -178,12 +216,14 @@ def _run_watched(
     there = set(map(storage_key, find_tensors(args, kwargs)[0]))
 
     def watch(tensor: Tensor, fate: str) -> None:
-        if not entry.settled and not is_parameter(tensor) and storage_key(tensor) not in there:
+        if fate == "recomputed" and not is_parameter(tensor) and storage_key(tensor) not in there:
             entry.settled = True
 
     result = run_region(call, args, kwargs, options, watch=watch)
-    if not entry.settled:
-        entry.was_of_no_use(module, "autograd saves nothing in there but inputs and weights, which are kept anyway")
+    if not entry.settled and not isinstance(result, RUN_LATER):
+        entry.was_of_no_use(
+            module, "autograd saves nothing in there but what is kept anyway, such as inputs and weights"
+        )
     return result
 
 
@@ -203,14 +243,27 @@ def _decided_class(own: type[Module]) -> type[Module]:
     if made is None:
         names = ("__module__", "__qualname__", "__doc__")
         namespace = {name: getattr(own, name) for name in names}
+        if hasattr(own, "__deepcopy__"):
+            namespace["__deepcopy__"] = _deepcopy
         kind: Any = type(own)
         made = _classes[own] = kind(own.__name__, (DecidedModule, own), namespace)
     return made
 
 
-def _new_decided(own: type[Module], *args: Any) -> Module:
-    made = _decided_class(own)
-    return made.__new__(made, *args)
+def _deepcopy(module: Module, memo: Any) -> Any:
+    """The copy that a module's own `__deepcopy__` makes, which may leave out what was decided."""
+    made: Any = super(DecidedModule, module).__deepcopy__(memo)  # type: ignore[misc]
+    decided: Decided | None = module.__dict__.get(_KEY)
+    if decided is not None and isinstance(made, Module):
+        install(made, copy.deepcopy(decided))
+    return made
+
+
+def _made_and_decided(decided: Decided, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    made = make(*args)
+    if isinstance(made, Module):
+        install(made, decided)
+    return made
 
 
 def _is_decided(kind: type) -> bool:
@@ -218,34 +271,77 @@ def _is_decided(kind: type) -> bool:
     return DecidedModule in kind.__bases__
 
 
+def _is_parametrized(module: Module) -> bool:
+    """Whether `torch.nn.utils.parametrize` made the class of a module, for this one alone and from another class."""
+    return is_parametrized(module) and len(type(module).__bases__) == 1
+
+
+def _parametrized_class(kind: type[Module]) -> type[Module]:
+    """A class like the one that parametrizes a module, over a decided one. Not that itself: copies have it too."""
+    namespace = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    meta: Any = type(kind)
+    made: type[Module] = meta(kind.__name__, (_decided_class(kind.__bases__[0]),), namespace)
+    return made
+
+
 def install(module: Module, decided: Decided) -> None:
     """Let the calls of a module be decided."""
     kind = type(module)
     if not issubclass(kind, DecidedModule):
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"{decided.name or 'the model'} is a scripted module, whose calls do not come through Python: decide "
-                "for the module that calls it"
-            )
         try:
-            object.__setattr__(module, "__class__", _decided_class(kind))
+            made = _parametrized_class(kind) if _is_parametrized(module) else _decided_class(kind)
+            object.__setattr__(module, "__class__", made)
         except TypeError as error:
-            raise TypeError(
-                f"{decided.name or 'the model'} ({kind.__name__}) cannot be decided: its class cannot be derived from "
-                f"({error}). Use recollect.composable.checkpoint for it"
-            ) from error
+            why = f"no class can be derived from its own, {kind.__name__} ({error}). Decide for the module around it"
+            raise _errors.cannot_be_decided(decided.name, why) from error
     module.__dict__[_KEY] = decided
 
 
+def why_not(module: Module) -> str | None:
+    """Why a module cannot be decided, in words, if it cannot."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a scripted module, whose calls do not come through Python. Decide for the module around it"
+    if any(map(is_lazy, module.parameters())) or any(map(is_lazy, module.buffers())):
+        return "it has lazy parameters, which the first call makes. Call the model once, and decide then"
+    return None
+
+
+def look_at_places(model: Module) -> None:
+    """Let the decided modules of a model know which of them are inside of one that is recomputed."""
+    recomputed: dict[str, Decided] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        decided = decided_of(module)
+        if decided is None:
+            continue
+        parts = name.split(".") if name else []
+        around = [recomputed.get(".".join(parts[:length])) for length in range(len(parts))]
+        for outer in around:
+            if outer is not None:
+                decided.is_inside = outer.has_parts = True
+        if type(decided.entry.decision) is Recompute:
+            recomputed[name] = decided
+
+
 def decided_of(module: Module) -> Decided | None:
-    """What was decided for a module, if anything was."""
+    """What was decided for a module, if anything was. Who gave it another class has taken that off."""
     found: Decided | None = module.__dict__.get(_KEY)
-    return found
+    return found if isinstance(module, DecidedModule) else None
+
+
+def is_decided_by(module: Module, decided: Decided) -> bool:
+    """Whether it is this that was decided for a module."""
+    return module.__dict__.get(_KEY) is decided
 
 
 def take_off(module: Module) -> None:
     """Undo `install`."""
-    module.__dict__.pop(_KEY, None)
-    # Who derived another class from ours in the meantime keeps it; without a decision it does nothing.
-    if _is_decided(type(module)):
-        object.__setattr__(module, "__class__", _own_class(type(module)))
+    decided: Decided | None = module.__dict__.pop(_KEY, None)
+    kind = type(module)
+    if _is_decided(kind):
+        object.__setattr__(module, "__class__", _own_class(kind))
+    elif _is_parametrized(module) and _is_decided(kind.__bases__[0]) and not (decided is None or decided.is_copied):
+        kind.__bases__ = (_own_class(kind.__bases__[0]),)
+    # Else a class that others derived from ours stays: without a decision it does nothing.
+
+
+never_trace(sys.modules[__name__])

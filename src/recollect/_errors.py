@@ -91,6 +91,10 @@ def no_such_modules(label: str, model: str, never_called: Sequence[str], close: 
     return ValueError(f"{label} matches no module of {model}{hint}")
 
 
+def cannot_be_decided(name: str, why: str) -> TypeError:
+    return TypeError(f"{name or 'the model itself'} cannot be decided by recollect.apply: {why}")
+
+
 def decided_twice(name: str, before: str, decision_before: str, now: str, decision: str) -> ValueError:
     return ValueError(
         f"{name or 'the model itself'} is decided already, by {before}: {decision_before}, and now by {now}: "
@@ -139,6 +143,20 @@ def bad_contexts(got: object) -> TypeError:
     return TypeError(
         "context_fn must return two context managers, one for the forward and one for the replay, "
         f"got {describe_value(got)}"
+    )
+
+
+def not_dispatch_modes(got: object) -> AssertionError:
+    return AssertionError(
+        "under torch.compile a context_fn must generate a tuple of two `TorchDispatchMode`s, such as those of "
+        f"create_selective_checkpoint_contexts, got {describe_value(got)}"
+    )
+
+
+def policy_and_contexts(mode: object) -> TypeError:
+    return TypeError(
+        "under torch.compile a policy goes together with a context_fn that gives the modes of "
+        f"create_selective_checkpoint_contexts, and with no other, got {describe_value(mode)}: pass one of the two"
     )
 
 
@@ -437,7 +455,7 @@ def operator_hint(value: object) -> str:
 def other_regions(region: str, path: str) -> CheckpointError:
     return CheckpointError(
         f"the replay of the checkpointed region {region} did not come by the named region {path!r} as the forward did: "
-        "the function did not take the same path twice"
+        "the function did not take the same path twice, or a decision of recollect.apply was made or removed in between"
     )
 
 

@@ -41,7 +41,17 @@ def _match(pattern: tuple[str, ...], name: tuple[str, ...]) -> bool:
 
 def close_names(wanted: str, names: Iterable[str]) -> list[str]:
     """The names that may have been meant, with a `*` where there is a number: `layers.*` for `layer.*`."""
-    kinds = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names if name))
-    close = difflib.get_close_matches(re.sub(r"(?<![^.])\d+(?![^.])", "*", wanted), kinds, n=3, cutoff=0.6)
+    by_kind: dict[str, list[str]] = {}
+    for name in filter(None, names):
+        by_kind.setdefault(_kind_of(name), []).append(name)
+    alike = by_kind.get(_kind_of(wanted))
+    if alike is not None:  # all but the number is there
+        return alike if len(alike) <= 3 else [alike[0], alike[1], "...", alike[-1]]
+    kinds = list(by_kind)
+    close = difflib.get_close_matches(_kind_of(wanted), kinds, n=3, cutoff=0.6)
     last = wanted.rpartition(".")[2]
     return close or [kind for kind in kinds if kind.rpartition(".")[2] == last][:3] or kinds[:6]
+
+
+def _kind_of(name: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -120,6 +120,7 @@ class Recorder(OperatorMode):
         self.ignored = ignored  # memory that the function changes, and on which nothing depends
         self.called_from = call_site(sys._getframe(1))
         self.paused = False
+        self._is_within = False  # an operator: it may be entered twice, above the modes of a part (`_engine/named.py`)
         self.muted = 0  # within a part that a replay does not run: its operators are left out
         self.results = results
         self.steps: list[Step] = []
@@ -219,7 +220,12 @@ class Recorder(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self.paused or func in METADATA_OPERATORS or getattr(func, "namespace", "") in _NOT_THE_FUNCTION_S:
+        if (
+            self.paused
+            or self._is_within
+            or func in METADATA_OPERATORS
+            or getattr(func, "namespace", "") in _NOT_THE_FUNCTION_S
+        ):
             return func(*args, **kwargs)
         if not self.results:
             return self._briefly(func, args, kwargs)
@@ -230,7 +236,7 @@ class Recorder(OperatorMode):
         muted = self.muted
         if not muted:
             self.steps.append(Step(func, code, line, modules, ()))
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         with without_any_torch_function():
             tensors = list(_tensors((result,)))
             self._made.update(key for key in map(storage_key, tensors) if key not in memory)
@@ -248,7 +254,7 @@ class Recorder(OperatorMode):
                 frame = frame.f_back
             code, line = (None, 0) if frame is None else (frame.f_code, frame.f_lineno)
             self.steps.append(Step(func, code, line, (), ()))
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         if self._unknown or self._unfilled or may_give_unwritten_memory(func):
             with without_any_torch_function():
                 if self._unknown:
@@ -256,6 +262,13 @@ class Recorder(OperatorMode):
                 self._look_at_results(func, list(_tensors((result,))))
                 self.fill()
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_within = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._is_within = False
 
     def _targets(self, operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
         """What an operator writes to."""

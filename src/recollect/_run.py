@@ -35,6 +35,9 @@ environment
 """
 
 
+_HELP = ("-h", "--help")
+
+
 class RefusedError(Exception):
     """What was asked for cannot be run: what to say, and the exit code that Python has for it."""
 
@@ -45,26 +48,23 @@ class RefusedError(Exception):
 
 def main(arguments: list[str]) -> None:
     """The command line. Ends as Python ends: by returning, or by an exception."""
-    try:
-        if not arguments or arguments[0] in ("-h", "--help"):
-            print(HELP, end="", file=sys.stdout if arguments else sys.stderr)
-            sys.exit(0 if arguments else 2)
-        if arguments == ["--version"]:
-            print(f"recollect {__version__}")
-            return
-        if arguments[0] != "run":
-            raise RefusedError(f"there is no command {arguments[0]!r}, only 'run'")
-        _run(arguments[1:])
-    except RefusedError as refused:
-        print(f"recollect: {refused}\nTry python -m recollect --help", file=sys.stderr)
-        sys.exit(refused.code)
+    command, *rest = arguments or [""]
+    if command in _HELP or (command == "run" and rest[:1] and rest[0] in _HELP):
+        print(HELP, end="")
+    elif command == "--version":
+        print(f"recollect {__version__}")
+    else:
+        try:
+            if command != "run":
+                raise RefusedError(f"there is no command {command!r}, only 'run'" if command else "what shall it do?")
+            _run(rest)
+        except RefusedError as refused:
+            print(f"recollect: {refused}\nTry python -m recollect --help", file=sys.stderr)
+            sys.exit(refused.code)
 
 
 def _run(arguments: list[str]) -> None:
     first, *rest = arguments or [""]
-    if first in ("-h", "--help"):
-        print(HELP, end="")
-        return
     is_module = first == "-m"
     if is_module:
         first, *rest = rest or [""]
@@ -95,7 +95,7 @@ def _run_script(path: str, arguments: list[str]) -> None:
     sys.argv = [path, *arguments]
     importer: Any = pkgutil.get_importer(path)
     if importer is not None:
-        _put_first_in_search_path(path)
+        _put_first_in_search_path(os.path.abspath(path))
         spec = importer.find_spec("__main__")
         if spec is None:
             raise RefusedError(f"can't find '__main__' module in {path!r}", code=1)

@@ -1,7 +1,7 @@
 """What is remembered from one training step to the next, for a function.
 
 A step often makes its functions anew (a lambda, a partial, a bound method), so what stands for a function is its
-code.
+code. What stands for the call of a module is the module: all modules are called by the same code.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from torch.nn import Module
+
 T = TypeVar("T")
 
 
@@ -18,8 +20,14 @@ def _code_of(function: Any) -> Any:
     """What stands for a function from step to step: its code, because a lambda is made anew each time."""
     while isinstance(function, functools.partial):
         function = function.func
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, Module) and function.__name__ in _CALLS:
+        return owner
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", None) or type(function)
+
+
+_CALLS = ("__call__", Module.__call__.__name__)
 
 
 class ByCode(Generic[T]):

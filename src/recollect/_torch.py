@@ -14,11 +14,13 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType, ModuleType, TracebackType
+from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.modules.module as _modules
+import torch.utils.checkpoint as _stock
+from torch._C._dynamo import eval_frame as _frames
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -43,6 +45,13 @@ def top_hooks() -> Hooks | None:
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # The node whose backward runs in this thread, or None.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def reads_once(node: Any) -> bool:
+    """Whether a node is one of torch's own, which read each tensor that they saved once; a Function's may read more."""
+    return node is not None and not isinstance(node, torch.autograd.function.FunctionCtx)
+
+
 # Autograd numbers its nodes as it makes them, so an unmoved number means that the same operator still runs.
 sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 # `torch.set_grad_enabled` without the cost of a context manager.
@@ -157,6 +166,26 @@ def is_stock_noop_context_fn(function: object) -> bool:
 _make_saved_tensor = getattr(_autograd, "_make_saved_tensor", None)
 
 
+def is_view_without_grad(tensor: torch.Tensor) -> bool:
+    """Whether it is a view, made without grad, of something that needs grad.
+
+    Such a view says that it needs grad, as a leaf does, and no gradient goes there: operators pass it over.
+    """
+    if tensor._base is None or not tensor.requires_grad or not tensor.is_leaf:
+        return False
+    # `requires_grad_()` makes a true leaf of it. Neither modes nor subclasses shall see how that is found out.
+    with torch.enable_grad(), without_torch_function(), torch._C._DisableTorchDispatch():
+        node: Any = torch.ops.aten.alias.default(tensor).grad_fn
+    return node.next_functions[0][0] is None
+
+
+def view_without_grad(values: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory of which `is_view_without_grad` is true."""
+    with torch.no_grad(), without_torch_function():
+        view: torch.Tensor = torch.ops.aten.alias.default(values.detach().requires_grad_())
+    return view
+
+
 class _SavingNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -171,6 +200,10 @@ class PlaceInGraph:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._values: list[torch.Tensor] = []
+        if tensor._base is not None and is_view_without_grad(tensor):
+            given = self._values
+            self._unpack = lambda: view_without_grad(given.pop())
+            return
         push_hooks(lambda _: None, lambda _, values=self._values: values.pop())  # type: ignore[misc]
         try:
             make = _make_saved_tensor
@@ -192,6 +225,11 @@ class PlaceInGraph:
         """A tensor with these values at that place."""
         self._values.append(values)
         tensor: torch.Tensor = self._unpack()
+        kind = type(values)
+        if kind not in _PLAIN_TYPES and type(tensor) is torch.Tensor:
+            # Autograd gives back a plain tensor: its class would be lost, and with it what its operators do.
+            tensor.__class__ = kind
+            vars(tensor).update(vars(values))
         return tensor
 
 
@@ -239,14 +277,16 @@ def packs_what_is_written(node: Any, slot: object) -> bool:
 
 # --- Modules that a stop cuts short ---
 
-_FUNCTIONAL_CALLS = frozenset((torch.func.functional_call.__code__, torch.nn.utils.stateless.functional_call.__code__))
+_FUNCTIONAL_CALL = torch.func.functional_call.__code__
+_STATELESS_CALL = torch.nn.utils.stateless.functional_call.__code__
 
 
 def in_functional_call() -> bool:
     """Whether somewhere up the stack `torch.func.functional_call` has put other tensors into a module."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code in _FUNCTIONAL_CALLS:
+        code = frame.f_code  # compared by identity: the compiler's cannot be hashed
+        if code is _FUNCTIONAL_CALL or code is _STATELESS_CALL:
             return True
         frame = frame.f_back
     return False
@@ -733,10 +773,106 @@ def can_be_recorded() -> bool:
 has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
 
 
-# --- The compiler, and who serves checkpointing to others ---
+# --- The compiler ---
 
-_frames = torch._C._dynamo.eval_frame
+# The names of torch.utils.checkpoint as they are when recollect is imported. The compiler works with them, whatever a
+# program puts in their place later.
+STOCK: dict[str, Any] = {
+    name: value for name, value in vars(_stock).items() if getattr(value, "__module__", None) == _stock.__name__
+}
+# The partitioner knows the members of torch's own enum, by identity.
+TAGS: dict[str, Any] = {member.name: member for member in STOCK["CheckpointPolicy"]}
+
+
+@contextlib.contextmanager
+def stock_names() -> Iterator[None]:
+    """Torch's own checkpointing, whose functions look each other up by name, finds its own names."""
+    replaced = {name: vars(_stock)[name] for name, value in STOCK.items() if vars(_stock).get(name) is not value}
+    vars(_stock).update(STOCK)
+    try:
+        yield
+    finally:
+        vars(_stock).update(replaced)
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
+_dispatch_mode: Callable[[Any], Any] = torch._C._get_dispatch_mode
+
+
+def makes_a_graph() -> bool:
+    """Whether operators that run now in this thread become nodes of a graph."""
+    return _dispatch_mode(_PROXY) is not None
+
+
+def is_traced_by_autograd() -> bool:
+    """Whether AOTAutograd, the part of the compiler behind Dynamo, runs something now in this thread.
+
+    It runs everything at least twice: first to see what comes out, then to make a graph of it.
+    """
+    return makes_a_graph() or _dispatch_mode(_FUNCTIONAL) is not None
+
+
+def constant_when_traced(function: _F) -> _F:
+    """Let Dynamo call a function while it traces, on constants, rather than trace it.
+
+    `torch.compiler.assume_constant_result` sets the same mark, and imports the whole compiler for it.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+# Whether Dynamo, where it reads `id(function)`, compiles anew for another function. Without that it takes two functions
+# with the same code for one (2.11, 2.12).
+ID_IS_GUARDED = torch.__version__ >= (2, 13)
+
+
+# What Dynamo does with a Python frame that it comes across, and with the frames inside of that, is noted with the
+# code of the frame. Functions that Dynamo meets in a frame that it traces are another matter: it looks into them.
 _SKIP = _frames._FrameAction.SKIP
+_ALONE = _frames._FrameExecStrategy(_SKIP, _frames._FrameAction.DEFAULT)
+_WITH_ALL_INSIDE = _frames._FrameExecStrategy(_SKIP, _SKIP)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def run_as_it_is(function: _F) -> _F:
+    """Let Dynamo not begin to trace at a function, when it comes across its call; what is called inside is free."""
+    _frames.set_code_exec_strategy(function.__code__, _ALONE)
+    return function
+
+
+def never_trace(module: ModuleType) -> None:
+    """Let Dynamo pass over the functions of a module and everything that they call.
+
+    Costs nothing at a call. Autograd calls hooks, and dispatch modes are called, in the middle of compiled code.
+    """
+    for owner in (module, *(value for value in vars(module).values() if isinstance(value, type))):
+        if getattr(owner, "__module__", module.__name__) != module.__name__:
+            continue
+        for value in vars(owner).values():
+            function = _function_in(value)
+            if function is not None and function.__module__ == module.__name__:
+                for code in _codes(function.__code__):
+                    _frames.set_code_exec_strategy(code, _WITH_ALL_INSIDE)
+
+
+def _function_in(value: Any) -> FunctionType | None:
+    """The function that a class or a module has as it is, as a method or a property, or decorated."""
+    if isinstance(value, (staticmethod, classmethod)):
+        value = value.__func__
+    elif isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, functools.cached_property):
+        value = value.func
+    if callable(value) and not isinstance(value, type):
+        value = inspect.unwrap(value)
+    return value if isinstance(value, FunctionType) else None
 
 
 def not_compiled(function: _F) -> _F:
@@ -744,14 +880,8 @@ def not_compiled(function: _F) -> _F:
 
     As `torch.compiler.disable`, which imports the whole compiler and costs a call.
     """
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(_SKIP, _SKIP))
+    _frames.set_code_exec_strategy(function.__code__, _WITH_ALL_INSIDE)
     return function
-
-
-def is_traced_by_autograd() -> bool:
-    """Whether AOTAutograd, the part of the compiler behind Dynamo, runs something now in this thread."""
-    keys = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
 
 
 def composable_module() -> ModuleType | None:

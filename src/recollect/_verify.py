@@ -82,6 +82,7 @@ class OperatorTrace(TorchDispatchMode):
         super().__init__()
         self.operators: list[Operator] = []
         self.paused = False
+        self._is_within = False  # an operator: it may be entered twice, above the modes of a part
 
     def without(self, hook: Callable[[Tensor], R]) -> Callable[[Tensor], R]:
         """`hook`, with its operators left out of the trace."""
@@ -98,13 +99,17 @@ class OperatorTrace(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.paused:
+        if self.paused or self._is_within:
             return func(*args, **(kwargs or {}))
         # Noted before it runs, so that an operator that fails or that a stop cuts off is there too.
         place = len(self.operators)
         module, lines = user_code(sys._getframe().f_back)
         self.operators.append(Operator(str(func), ("did not finish",), module, lines))
-        result = func(*args, **(kwargs or {}))
+        self._is_within = True
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            self._is_within = False
         self.operators[place] = self.operators[place]._replace(results=_summarise(result))
         return result
 

@@ -32,6 +32,7 @@ from recollect._engine.caching import (
 from recollect._engine.groups import GraphExecGroup
 from recollect._engine.reentrant import CheckpointFunction, check_backward_validity, detach_variable
 from recollect._errors import CheckpointError
+from recollect._torch import run_as_it_is
 
 __all__ = [
     "SAC_IGNORED_OPS",
@@ -57,6 +58,7 @@ __all__ = [
 ]
 
 
+@run_as_it_is
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,

@@ -7,15 +7,26 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
+from torch.jit import ScriptModule
 from torch.nn import Module
 
 from recollect import _errors
 from recollect._checkpoint import checked_options
-from recollect._decided import Decided, DecidedModule, Entry, decided_of, install, take_off
+from recollect._decided import (
+    Decided,
+    DecidedModule,
+    Entry,
+    decided_of,
+    install,
+    is_decided_by,
+    look_at_places,
+    take_off,
+    why_not,
+)
 from recollect._patterns import ModulePattern, close_names
 from recollect.policy import DECISIONS, Decision, Recompute, checked_decision
 
@@ -25,23 +36,44 @@ Decisions = Mapping[str | type[Module], Decision] | Callable[[str, Module], Deci
 # --- Finding the modules ---
 
 
-def _is_called(module: Module) -> bool:
-    """Whether calling it means something: a ModuleList and its kind have no forward."""
-    return type(module).forward is not Module.forward or "forward" in vars(module)
+class _Found:
+    """A module of the model, and all the names that lead to it."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.names: list[str] = []
+        self.entry: Entry | None = None  # what decides for it
+
+    def is_called(self) -> bool:
+        """Whether calling it means something: a ModuleList and its kind have no forward."""
+        if isinstance(self.module, ScriptModule) or "forward" in vars(self.module):
+            return True
+        kind = type(self.module)
+        return kind.forward is not Module.forward or kind.__call__ not in (Module.__call__, DecidedModule.__call__)
+
+    def __str__(self) -> str:
+        return f"{self.names[0]} ({type(self.module).__name__})"
 
 
-def _names_of(model: Module) -> dict[Module, list[str]]:
-    """The modules of a model, each with all the names that lead to it."""
-    names: dict[Module, list[str]] = {}
+def _find(model: Module) -> list[_Found]:
+    found: dict[int, _Found] = {}  # by identity: modules may be equal to others
     for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    return names
+        found.setdefault(id(module), _Found(module)).names.append(name)
+    return list(found.values())
 
 
-def _entries(decisions: Mapping[Any, Any]) -> list[tuple[Callable[[str, Module], bool], Entry]]:
+def _by_name(pattern: str) -> Callable[[_Found], bool]:
+    matches = ModulePattern(pattern).matches
+    return lambda one: any(map(matches, one.names))
+
+
+def _by_class(kind: type[Module]) -> Callable[[_Found], bool]:
+    return lambda one: isinstance(one.module, kind)
+
+
+def _entries(decisions: Mapping[Any, Any]) -> Iterator[tuple[Any, Callable[[_Found], bool], Entry]]:
     if not decisions:
         raise ValueError("decisions must hold at least one pattern, got an empty dict")
-    entries: list[tuple[Callable[[str, Module], bool], Entry]] = []
     for key, decision in decisions.items():
         if not isinstance(decision, DECISIONS):
             raise TypeError(
@@ -49,50 +81,48 @@ def _entries(decisions: Mapping[Any, Any]) -> list[tuple[Callable[[str, Module],
                 f"got {_errors.describe_value(decision)}"
             )
         if isinstance(key, str):
-            pattern = ModulePattern(key)
-            entries.append((lambda name, _, pattern=pattern: pattern.matches(name), Entry(repr(key), decision)))  # type: ignore[misc]
+            yield key, _by_name(key), Entry(repr(key), decision)
         elif isinstance(key, type) and issubclass(key, Module):
-            entries.append((lambda _, module, kind=key: isinstance(module, kind), Entry(key.__name__, decision)))  # type: ignore[misc]
+            yield key, _by_class(key), Entry(key.__name__, decision)
         else:
             raise TypeError(
                 f"decisions takes patterns over module names (strings) or subclasses of torch.nn.Module as keys, got "
                 f"{_errors.describe_value(key)}"
             )
-    return entries
 
 
-def _find_by_entries(model: Module, decisions: Mapping[Any, Any]) -> dict[Module, Entry]:
-    names = _names_of(model)
-    found: dict[Module, Entry] = {}
-    for matches, entry in _entries(decisions):
-        matched = [module for module, its in names.items() if any(matches(name, module) for name in its)]
-        called = [module for module in matched if _is_called(module)]
+def _decide_by_entries(model: Module, found: list[_Found], decisions: Mapping[Any, Any]) -> None:
+    entries = []
+    for key, matches, entry in _entries(decisions):
+        entries.append(entry)
+        matched = [one for one in found if matches(one)]
+        called = [one for one in matched if one.is_called()]
         if not called:
-            raise _errors.no_such_modules(
-                entry.label,
-                type(model).__name__,
-                [f"{names[module][0]} ({type(module).__name__})" for module in matched],
-                close_names(entry.label.strip("'"), [name for its in names.values() for name in its]),
-            )
-        for module in called:
-            if module in found and type(found[module].decision) is not type(entry.decision):
+            there = [name for one in found for name in one.names]
+            if not isinstance(key, str):
+                key, there = key.__name__, [type(one.module).__name__ for one in found]
+            close = close_names(key, there)
+            raise _errors.no_such_modules(entry.label, type(model).__name__, list(map(str, matched)), close)
+        for one in called:
+            if one.entry is not None and type(one.entry.decision) is not type(entry.decision):
                 entry.overrides()
-            found[module] = entry
-    return found
+            one.entry = entry
+    deciding = {id(one.entry) for one in found}
+    for entry in entries:
+        if id(entry) not in deciding:
+            entry.was_of_no_use(None, "later entries decide for all the modules that it matches")
 
 
-def _find_by_asking(model: Module, decide: Callable[[str, Module], Decision | None]) -> dict[Module, Entry]:
+def _decide_by_asking(model: Module, found: list[_Found], decide: Callable[[str, Module], Decision | None]) -> None:
     label = _errors.describe_function(decide)
     entries: dict[Decision, Entry] = {}
-    found = {}
-    for module, (name, *_) in _names_of(model).items():
-        if _is_called(module):
-            decision = checked_decision(decide(name, module), f"decisions, asked about {name!r},")
+    for one in found:
+        if one.is_called():
+            decision = checked_decision(decide(one.names[0], one.module), f"decisions, asked about {one.names[0]!r},")
             if decision is not None:
-                found[module] = entries.setdefault(decision, Entry(label, decision))
-    if not found:
+                one.entry = entries.setdefault(decision, Entry(label, decision))
+    if not entries:
         raise ValueError(f"decisions ({label}) gave None for every module of {type(model).__name__}")
-    return found
 
 
 # --- The interface ---
@@ -101,16 +131,16 @@ def _find_by_asking(model: Module, decide: Callable[[str, Module], Decision | No
 class Handle:
     """What `apply` did: `remove()` takes it off again; as a context manager it does so at the end."""
 
-    def __init__(self, model: Module, modules: list[tuple[str, Module]]) -> None:
+    def __init__(self, model: Module, modules: list[Module], decided: list[Decided]) -> None:
         self._model = weakref.ref(model)
-        self._modules = [(name, weakref.ref(module)) for name, module in modules]
-        self._decided = [decided_of(module) for _, module in modules]
+        self._modules = list(map(weakref.ref, modules))
+        self._decided = decided
 
     def remove(self) -> None:
         """Leave the model as it was. What was decided elsewhere, and for copies, stays."""
-        for (_, reference), decided in zip(self._modules, self._decided, strict=True):
+        for reference, decided in zip(self._modules, self._decided, strict=True):
             module = reference()
-            if module is not None and decided_of(module) is decided:
+            if module is not None and is_decided_by(module, decided):
                 take_off(module)
         self._modules, self._decided = [], []
 
@@ -128,7 +158,7 @@ class Handle:
 
     def __str__(self) -> str:
         model = self._model()
-        return "the model is gone" if model is None else "\n".join(_tree(model, "", "", set()))
+        return "the model is gone" if model is None else "\n".join(_tree(model))
 
     def __repr__(self) -> str:
         model = self._model()
@@ -136,17 +166,21 @@ class Handle:
         return f"<decisions for {len(self._modules)} modules of {what}; print() shows them>"
 
 
-def _tree(module: Module, name: str, indent: str, seen: set[int]) -> list[str]:
-    decided = decided_of(module)
-    label = f"{name}: {type(module).__name__}" if name else type(module).__name__
-    shared = " (as above)" if id(module) in seen else ""
-    decision = f"  <- {decided.entry.decision!r} by {decided.entry.label}" if decided is not None else ""
-    lines = [f"{indent}{label}{shared}{decision}"]
-    if not shared:
-        seen.add(id(module))
-        for child_name, child in module.named_children():
-            lines += _tree(child, child_name, indent + "  ", seen)
-    return lines
+def _tree(model: Module) -> Iterator[str]:
+    seen: dict[int, str] = {}
+    inside = None  # of a module that was shown before
+    for path, module in model.named_modules(remove_duplicate=False):
+        if inside is not None and path.startswith(inside):
+            continue
+        *above, name = path.split(".")
+        kind = type(module).__name__
+        label = f"{'  ' * (len(above) + 1)}{name}: {kind}" if path else kind
+        first = seen.setdefault(id(module), path)
+        inside = None if first == path else f"{path}."
+        same = "" if first == path else f" (the same as {first or 'the model'})"
+        decided = decided_of(module)
+        decision = f"  <- {decided.entry.decision!r} by {decided.entry.label}" if decided is not None else ""
+        yield f"{label}{same}{decision}"
 
 
 def apply(
@@ -184,38 +218,42 @@ def apply(
     """
     if not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, got {_errors.describe_value(model)}")
+    found = _find(model)
     if isinstance(decisions, Mapping):
-        found = _find_by_entries(model, decisions)
+        _decide_by_entries(model, found, decisions)
     elif callable(decisions) and not isinstance(decisions, type):
-        found = _find_by_asking(model, decisions)
+        _decide_by_asking(model, found, decisions)
     else:
         raise TypeError(
             "decisions must be a dict from patterns or classes to decisions, or a function (name, module) -> decision, "
             f"got {_errors.describe_value(decisions)}"
         )
-    names = _names_of(model)
-    made = []
-    for module, entry in found.items():
-        name = names[module][0]
-        before = decided_of(module)
+    modules, made = [], []
+    for one in found:
+        entry, module, name = one.entry, one.module, one.names[0]
+        if entry is None:
+            continue
+        before, reason = decided_of(module), why_not(module)
         if before is not None:
             raise _errors.decided_twice(
                 name, before.entry.label, repr(before.entry.decision), entry.label, repr(entry.decision)
             )
+        if reason is not None:
+            raise _errors.cannot_be_decided(name, reason)
         policy = entry.decision.policy if isinstance(entry.decision, Recompute) else None
         options = checked_options(determinism_check, debug, early_stop, preserve_rng_state, name or None, policy)
-        made.append((name, module, Decided(name, entry, options)))
+        modules.append(module)
+        made.append(Decided(name or type(model).__name__, entry, options))
         entry.decides(module)
-    done: list[tuple[str, Module]] = []
-    try:
-        for name, module, decided in made:
+    for index, (module, decided) in enumerate(zip(modules, made, strict=True)):
+        try:
             install(module, decided)
-            done.append((name, module))
-    except BaseException:
-        for _, module in done:
-            take_off(module)
-        raise
-    return Handle(model, done)
+        except BaseException:
+            for done in modules[:index]:
+                take_off(done)
+            raise
+    look_at_places(model)
+    return Handle(model, modules, made)
 
 
 def unapply(model: Module) -> None:
@@ -231,5 +269,4 @@ def unapply(model: Module) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, got {_errors.describe_value(model)}")
     for module in model.modules():
-        if isinstance(module, DecidedModule):
-            take_off(module)
+        take_off(module)

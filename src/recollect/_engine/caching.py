@@ -57,7 +57,7 @@ _VERDICTS: dict[str, Decision] = {
 }
 
 
-def _verdict(answer: Any) -> Decision:
+def verdict(answer: Any) -> Decision:
     """A drop-in policy's answer as a decision. Torch's own enum has members of the same names."""
     if isinstance(answer, enum.Enum) and answer.name in _VERDICTS:
         return _VERDICTS[answer.name]
@@ -109,7 +109,7 @@ class _AskingMode(OperatorMode):
             return _SAVE if func in policy.operators else _RECOMPUTE
         context = SelectiveCheckpointContext(is_recompute=self.is_recompute, op_output=result)
         try:
-            return _verdict(policy(context, func, *args, **kwargs))
+            return verdict(policy(context, func, *args, **kwargs))
         except TypeError as error:
             self.refused = error  # as in selective.Keeping
             raise

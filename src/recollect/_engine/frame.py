@@ -54,6 +54,7 @@ from recollect._torch import (
     graph_task_id,
     pop_hooks_of,
     push_hooks,
+    reads_once,
     top_hooks,
 )
 from recollect._verification import Verification
@@ -147,9 +148,12 @@ class Frame:
         """Where its function stands."""
         return _errors.place_of(self.function)
 
-    def replay_for(self, slot: Slot) -> Replay:
-        """The replay of the running pass: run now, unless another thread of this backward was faster."""
-        task = graph_task_id()
+    def replay_for(self, slot: Slot, *, once_more: bool = False) -> Replay:
+        """The replay of the running pass: run now, unless another thread of this backward was faster.
+
+        Or `once_more` for this slot alone, as for an access outside of any backward.
+        """
+        task = -1 if once_more else graph_task_id()
         self.differentiated |= not self.finished
         # A backward inside the function may need the very thread that waits here: after a while, replay beside it.
         locked = self._lock.acquire(timeout=_PATIENCE)
@@ -304,8 +308,15 @@ def run_region(
         tensors = replay.tensors
         tensor = tensors[slot]
         if tensor is None:
-            error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
-            raise error(frame.region(), slot, describe_difference(frame, replay), call_site(sys._getframe()))
+            if not replay.grouped and reads_once(current_node()):
+                # Two nodes own it. A change of a view stands in the graph as a change of its base, and if the view is
+                # gone, a double backward comes by the change itself too.
+                replay = frame.replay_for(slot, once_more=True)
+                tensors = replay.tensors
+                tensor = tensors[slot]
+            if tensor is None:
+                error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
+                raise error(frame.region(), slot, describe_difference(frame, replay), call_site(sys._getframe()))
         tensors[slot] = None
         try:
             version = tensor._version
@@ -321,6 +332,7 @@ def run_region(
     hook: Callable[[Tensor], Slot] = pack
     if scope.watch is not None:
         hook = scope.pack = _watched(pack, scope.watch)
+    scope.trace = frame.trace
     if record is not None:
         scope.recorder = record
         hook = scope.pack = record.saving(hook)

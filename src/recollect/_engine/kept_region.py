@@ -248,7 +248,7 @@ def keep(
     frame = scope.frame
     tensors, flat = find_tensors(args, kwargs)
     versions = versions_of(tensors)
-    kept = _KeptRegion(_reached[frame.function], scope.path, scope.packed())
+    kept = _KeptRegion(_reached[frame.function], mark.path, scope.packed())
     on_host = isinstance(mark.decision, Offload)
     around, hooks = top_hooks(), None
     if around is not None and around[0] is scope.pack:  # else the function has pushed hooks of its own: they decide
@@ -424,7 +424,7 @@ def replay(
     regions = scope.frame.kept_regions
     kept = None if regions is None else regions.get(place)
     if kept is not None and not kept.comes(scope.packed()):
-        raise _errors.other_regions(scope.frame.region(), scope.path)
+        raise _errors.other_regions(scope.frame.region(), mark.path)
     if kept is None or kept.changes_arguments:  # None: a backward inside the region, which has not ended yet
         if kept is not None:
             kept.visited()
@@ -440,7 +440,7 @@ def replay(
     # A backward inside the function may go through the region: then its history is needed.
     if kept.outputs is not None and not scope.frame.differentiated:
         try:
-            result = _hand_out(kept.outputs, tensors, scope.path)
+            result = _hand_out(kept.outputs, tensors, mark.path)
             if scope.recorder is not None:
                 scope.recorder.adopt(result)
         except _errors.SavedTensorChangedError:

@@ -11,14 +11,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from recollect import _errors
+from torch.compiler import is_dynamo_compiling
+
+from recollect import _compile, _errors
 from recollect._engine.frame import Options, run_region
 from recollect._engine.kept_region import Mark, keep, replay
 from recollect._engine.replay import or_nothing
 from recollect._engine.scope import Scope, here
-from recollect._engine.selective import ask, forward_mode, kepts_in, replay_mode, tell_if_useless
-from recollect._inputs import find_tensors
-from recollect._torch import storage_key
+from recollect._engine.selective import ask, forward_mode, replay_mode, tell_if_useless
+from recollect._torch import run_as_it_is
 from recollect.policy import Decision, Policy, Question, Recompute
 
 P = ParamSpec("P")
@@ -67,7 +68,11 @@ class _Region(Generic[P, R]):
         self.__name__ = name
         self.__wrapped__ = function
 
+    @run_as_it_is
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if is_dynamo_compiling():
+            named: R = _compile.run_named(self.__name__, self.__wrapped__, args, kwargs)
+            return named
         scope = here.scope
         if scope is None or scope.policy is None:
             return self.__wrapped__(*args, **kwargs)
@@ -155,10 +160,9 @@ def _call_refined(
     try:
         if policy is not None:
             mode = (replay_mode if scope.replaying else forward_mode)(policy, scope, place)
-        with or_nothing(mode):
+        # Those who look at operators are above the modes that keep and hand out: see `_call_in_contexts` of frame.py.
+        with or_nothing(mode), or_nothing(mode and scope.trace), or_nothing(mode and scope.recorder):
             result = function(*args, **kwargs)
-        if mode is not None and not scope.replaying:
-            _copy_what_may_be_changed(scope, place, result)
         if policy is not None and not policy.settled and not scope.following:
             tell_if_useless(policy, scope, () if mode is None else mode.seen)
         return result
@@ -171,15 +175,6 @@ def _call_refined(
         scope.modes, scope.has_policy, scope.policy, scope.names, scope.path = outside
         for one in paused:
             one.paused = False
-
-
-def _copy_what_may_be_changed(scope: Scope, place: int, result: Any) -> None:
-    """Make kept outputs private that left the part as its result: what becomes of them is no longer watched."""
-    memories = set(map(storage_key, find_tensors((result,), {})[0]))
-    for calls in (scope.frame.kept_outputs or {})[place].values():
-        for kept in kepts_in(calls):
-            if kept.copies_on_write and kept.memory() in memories:
-                kept.make_private()
 
 
 def _ask(scope: Scope, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
-from recollect import _errors
+from recollect import _compile, _errors
 from recollect._ambient import RandomState
 from recollect._engine.kept_region import call_within, hooks_inside
 from recollect._engine.scope import Scope, here
 from recollect._inputs import by_hand, copy_of, find_tensors, rebuild
-from recollect._torch import as_inner_result, top_hooks
+from recollect._torch import as_inner_result, is_view_without_grad, never_trace, top_hooks, view_without_grad
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +46,8 @@ def is_recomputing() -> bool:
         >>> seen
         [False, True]
     """
+    if is_dynamo_compiling():
+        return False
     scope = here.scope
     return here.reentrant == "replay" or (scope is not None and scope.following)
 
@@ -71,7 +75,7 @@ def once(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
     """
     if not callable(function):
         raise _errors.not_callable("function", function)
-    result: R = _call(function, args, kwargs)
+    result: R = function(*args, **kwargs) if is_dynamo_compiling() else _call(function, args, kwargs)
     return result
 
 
@@ -98,7 +102,8 @@ def pin(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def pinned(*args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = _call(function, args, kwargs)
+        run = _compile.run_pinned if is_dynamo_compiling() else _call
+        result: R = run(function, args, kwargs)
         return result
 
     return pinned
@@ -140,10 +145,11 @@ def skip_on_replay(hook: Callable[..., Any]) -> Callable[..., Any]:
 class _Pinned:
     """A tensor of a result."""
 
-    __slots__ = ("needs_grad", "value")
+    __slots__ = ("is_passed_over", "needs_grad", "value")
 
     def __init__(self, tensor: Tensor) -> None:
         self.needs_grad = tensor.requires_grad
+        self.is_passed_over = is_view_without_grad(tensor)
         self.value = copy_of(tensor.detach())
 
 
@@ -261,7 +267,9 @@ def _hand_out(
             return one.value
         if id(one) not in made:
             value = copy_of(one.value)
-            if one.needs_grad:
+            if one.is_passed_over:
+                value = view_without_grad(value)
+            elif one.needs_grad:
                 message = _errors.served_from_memory(_errors.describe_function(function))
                 value = as_inner_result(value, tensors, message)
             made[id(one)] = value
@@ -271,3 +279,6 @@ def _hand_out(
     if scope.recorder is not None:
         scope.recorder.adopt(result)
     return result
+
+
+never_trace(sys.modules[__name__])

@@ -161,15 +161,15 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         if not early_stop:
             surplus += index > last
         elif state != _COMPLETE:
-            if operator == sequence_number() and (state == _STOP_IS_DUE or is_unfilled(index)):
+            # What is packed by hand is packed by no operator: an inner region's inputs, written long ago.
+            runs_on = operator == sequence_number() and not by_hand.packing
+            if runs_on and (state == _STOP_IS_DUE or is_unfilled(index)):
                 state = _STOP_IS_DUE
             else:
                 state, stop = _COMPLETE, Stop()
                 raise stop
 
     def is_unfilled(index: int) -> bool:
-        if by_hand.packing:  # the inputs of an inner region, written long ago
-            return False
         if unfilled == index:  # nothing after it can tell; it is looked at more closely only if it alone is asked for
             return only is not None
         if unfilled != index - 1 or signatures[index] != signatures[unfilled]:
@@ -192,8 +192,8 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         if around is not None:
             undo.append(partial(_resume, around.pause()))
         scope = here.scope = Scope(frame, hook, lambda: len(tensors) + surplus, around, replaying=True)
-        scope.recorder = recorder
-        _call(scope, arguments, trace, reading)
+        scope.recorder, scope.trace = recorder, trace
+        _call(scope, arguments, reading)
     except BaseException as error:
         # Neither an error of the function nor Ctrl-C while the stop was on its way may be lost.
         if state != _COMPLETE or not isinstance(error, (Stop, Exception)):
@@ -206,7 +206,8 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
                 run_cut_short_hooks(stop.__traceback__)
         finally:
             if stop is not None:
-                stop.__traceback__ = None  # it holds the frames that hold it
+                # Both hold the frames that hold it: the context is an exception in whose handler it was raised.
+                stop.__traceback__ = stop.__context__ = None
             if put_back:
                 _copy_what_changes_again(replay, put_back)
             undo_all(undo)
@@ -304,10 +305,10 @@ def _grad_mode_off() -> None:
 
 
 @traces_start_here
-def _call(scope: Scope, arguments: Arguments, trace: OperatorTrace | None, reading: Reading | None) -> None:
+def _call(scope: Scope, arguments: Arguments, reading: Reading | None) -> None:
     frame = scope.frame
     args, kwargs = arguments
-    policy, recorder = frame.options.policy, scope.recorder
+    policy, trace, recorder = frame.options.policy, scope.trace, scope.recorder
     if all(one is None for one in (frame.replay_context, trace, policy, recorder, reading)):
         frame.function(*args, **kwargs)
         return

@@ -43,6 +43,7 @@ class Scope:
         "recorder",
         "replaying",
         "saving",
+        "trace",
         "watch",
     )
 
@@ -71,6 +72,7 @@ class Scope:
         self.policy: Any = policy if policy is not None and policy.decides_names() else None  # where it has names
         self.names: list[str] = []  # the paths of the named regions that were called, until the policy matched
         self.watch: Watch | None = watch if around is None or watch is not None else around.watch
+        self.trace: Any = None  # of operators, for `debug`
         self.recorder: Any = None  # of operators and values, where this run is to be compared
         self.modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here
 
@@ -103,7 +105,7 @@ class Scope:
         """
         paused = []
         for scope in (self, *self.outer()):
-            modes = (*scope.modes, scope.frame.trace, scope.recorder)
+            modes = (*scope.modes, scope.trace, scope.recorder)
             paused += [mode for mode in modes if mode is not None and not mode.paused]
         for mode in paused:
             mode.paused = True

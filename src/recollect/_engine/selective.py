@@ -5,11 +5,13 @@ what was kept instead of running the operator. Outputs are kept in the order of 
 and re-enter below autograd, so autograd builds the same graph in the replay as in the forward.
 
 The policy is asked in the forward alone and the replay follows what it said. What was handed out is let go of, unless
-the graph is retained; a kept output that is gone is computed again. The drop-in's modes, which ask in both passes and
-serve one backward, are in caching.py and share the first half of this file.
+the graph is retained; a kept output that is gone is computed again, and so is one of an operator that the user did
+not choose (`SaveOrCopy`), if it was changed where no copy could be made before. The drop-in's modes, which ask in
+both passes and serve one backward, are in caching.py and share the first half of this file.
 
 Never kept, whatever the policy says: the result of an operator that writes to its arguments (it is the argument), and
-views (they are the memory of others, and free): both are run again. Not asked about: operators that
+views (they are the memory of others, and free): both are run again. Natively neither is memory that has yet to be
+written (`empty`): there is nothing in it, and it is about to be changed. Not asked about: operators that
 only read metadata, and autocast's casts of weights, which come from its cache in one pass and not in the other.
 
 A kept operator that draws random numbers leaves the generators as they were after it, so that what is drawn later
@@ -46,6 +48,7 @@ from recollect._torch import (
     has_statistics,
     is_default_generator,
     level_of_user_code,
+    makes_unwritten_memory,
     may_draw,
     only_reshapes,
     operator_name,
@@ -70,6 +73,7 @@ class _Kind:
         "dropout",
         "is_cast",
         "is_kept",
+        "is_unwritten",
         "only_reads",
         "reshapes",
         "shares",
@@ -87,6 +91,7 @@ class _Kind:
         self.reshapes = only_reshapes(operator)
         self.shares = operator in SHARES_UNSAID
         self.is_kept = not self.writes and not gives_views(operator)  # if the policy says so
+        self.is_unwritten = makes_unwritten_memory(operator)
         self.draws = may_draw(operator)
         self.dropout = dropout_argument(operator) if self.draws else None
 
@@ -192,6 +197,9 @@ def fetch(kept: Mapping[Any, list[Any]]) -> Fetched:
             try:
                 fetched[one] = one.get()
             except _errors.SavedTensorChangedError:
+                if one.copies_on_write:
+                    one.changed_by = "the function"
+                    continue
                 raise _errors.kept_output_changed(operator_name(operator), one.changed_by, one.changed_at) from None
     return fetched
 
@@ -303,7 +311,7 @@ class Keeping(OperatorMode):
         if not policy.settled:
             self.seen.add(func)
             policy.settled = decision is not None and policy.counts(decision)
-        if not kind.is_kept or (decision is None and table is not None):
+        if not kind.is_kept or kind.is_unwritten or (decision is None and table is not None):
             if kind.writes:
                 self._changes.writes(func, kind, args, kwargs)
             result = func(*args, **kwargs)
@@ -370,6 +378,8 @@ class Serving(OperatorMode):
         if kept is None or kept is _GONE:
             return func(*args, **kwargs)
         first = next(kepts_in(kept), None)
+        if first is not None and first.copies_on_write and any(one.is_changed() for one in kepts_in(kept)):
+            return func(*args, **kwargs)
         if self._finished and first is not None and first.packed != self._packed():
             raise _errors.called_elsewhere(self._region(), operator_name(func))
         if types:
@@ -382,7 +392,7 @@ class Serving(OperatorMode):
 def ask(scope: Scope, policy: Policy, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
     """A policy's decision. What a policy computes or draws for it is seen by no region: replays do not ask again."""
     random_state = get_cpu_state()
-    alone = scope.around is None and scope.frame.trace is None and scope.recorder is None
+    alone = scope.around is None and scope.trace is None and scope.recorder is None
     paused = () if alone else scope.pause()
     grad_is_on = torch.is_grad_enabled()
     set_grad_enabled(False)  # autograd would save for what it computes

@@ -1,0 +1,591 @@
+"""Under torch.compile: regions are the compiler's own, decisions its tags, and it never traces the engine."""
+
+import collections
+import functools
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+import torch._dynamo
+import torch.utils.checkpoint as stock
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import register_bytecode_hook
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+import recollect
+from recollect import _compile, dropin
+from tools import leaf
+
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo looks at it
+ROOT = os.path.dirname(recollect.__file__)
+
+
+@pytest.fixture(autouse=True)
+def _starts_afresh():
+    # What torch says about in-place operators whenever it is given a context_fn.
+    logger = logging.getLogger("torch._higher_order_ops.wrap")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    torch._dynamo.reset()
+    _compile._said.clear()
+    yield
+    torch._dynamo.reset()
+    logger.setLevel(level)
+
+
+class Graphs:
+    """A backend that runs the graphs of forward and backward as they are, and keeps them."""
+
+    def __init__(self):
+        self.forward, self.backward = [], []
+        compilers = {"fw_compiler": self._into(self.forward), "bw_compiler": self._into(self.backward)}
+        self.backend = aot_autograd(partition_fn=min_cut_rematerialization_partition, **compilers)
+
+    def _into(self, graphs):
+        def compile_graph(graph, inputs):
+            graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        return compile_graph
+
+    def compile(self, function, **options):
+        return torch.compile(function, backend=self.backend, **{"fullgraph": True, **options})
+
+    @property
+    def forward_counts(self):
+        return count_nodes(self.forward)
+
+    @property
+    def recomputed(self):
+        """How often each of OPERATORS occurs in the backward: none of them does for its own sake."""
+        counts = count_nodes(self.backward)
+        return {name: counts[name] for name in OPERATORS if counts[name]}
+
+
+OPERATORS = ("tanh", "sigmoid", "_softmax", "gelu", "silu", "topk")
+
+
+def count_nodes(graphs):
+    nodes = (node for graph in graphs for node in graph.graph.nodes if node.op == "call_function")
+    return collections.Counter(getattr(node.target, "overloadpacket", node.target).__name__ for node in nodes)
+
+
+def gradients(function, *args, parameters=()):
+    leaves = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
+    return torch.autograd.grad(function(*args).sum(), [*leaves, *parameters])
+
+
+def assert_close(got, expected):
+    assert len(got) == len(expected)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# Every operator's result is needed by the backward of another, so that the compiler leaves none out.
+
+
+def attention(x):
+    return x.softmax(-1).sigmoid()
+
+
+def act(x):
+    return torch.nn.functional.gelu(x)
+
+
+def mlp(x):
+    return torch.nn.functional.silu(recollect.region("act", act)(x))
+
+
+def block(x):
+    x = x + recollect.region("attn", attention)(x)
+    x = recollect.region("mlp", mlp)(x)
+    return (x * x.tanh()).exp()
+
+
+ALL = {"tanh": 1, "sigmoid": 1, "_softmax": 1, "gelu": 1, "silu": 1}
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, policy=None):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.policy = policy
+        self.rematted = recollect.remat(self.inner, policy=policy)
+
+    def inner(self, x):
+        return self.linear(x).tanh().sigmoid()
+
+    def forward(self, x):
+        return self.rematted(x)
+
+
+# --- Regions ---
+
+WAYS = {
+    "checkpoint": lambda x: recollect.checkpoint(block, x),
+    "remat": recollect.remat(block),
+    "remat in a function": lambda x: recollect.remat(block)(x),
+    "remat with options": recollect.remat(block, name="it", early_stop=False, preserve_rng_state="all"),
+    "drop-in": lambda x: dropin.checkpoint(block, x, use_reentrant=False),
+    "drop-in, torch's default": lambda x: dropin.checkpoint(
+        block, x, use_reentrant=False, context_fn=stock.noop_context_fn, debug=False, early_stop=False
+    ),
+    "drop-in, reentrant": lambda x: dropin.checkpoint(block, x, use_reentrant=True),
+    "drop-in, left open": lambda x: dropin.checkpoint(block, x),
+    "sequential": lambda x: dropin.checkpoint_sequential([block, torch.sin], 2, x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_region_is_compiled_without_a_break_and_recomputed(way):
+    x, graphs = leaf(4, 8), Graphs()
+    plain = (lambda x: block(x).sin()) if way == "sequential" else block
+    assert_close(gradients(graphs.compile(WAYS[way]), x), gradients(plain, x))
+    assert len(graphs.forward) == len(graphs.backward) == 1
+    assert graphs.recomputed == ALL
+
+
+def test_without_a_region_the_compiler_recomputes_less():
+    x, graphs = leaf(4, 8), Graphs()
+    gradients(graphs.compile(block), x)
+    assert graphs.recomputed != ALL
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "policy", [None, recollect.save_ops(torch.ops.aten.tanh), recollect.by_name({"attn": recollect.Save()})]
+)
+def test_the_backends_of_torch(backend, policy):
+    x = leaf(4, 8)
+    compiled = torch.compile(lambda x: recollect.checkpoint(block, x, policy=policy), backend=backend, fullgraph=True)
+    for _ in range(2):
+        assert_close(gradients(compiled, x), gradients(block, x))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_inductor():
+    x = leaf(4, 8)
+    policy = recollect.by_name({"attn": recollect.Save()})
+    compiled = torch.compile(lambda x: recollect.checkpoint(block, x, policy=policy), fullgraph=True)
+    assert_close(gradients(compiled, x), gradients(block, x))
+
+
+def test_arguments_of_any_structure():
+    def structured(pair, *, mask, scale, early_stop, context_fn=2.0):
+        return (pair["x"] * mask[0] * scale).tanh().sigmoid() * early_stop * context_fn
+
+    x, y, graphs = leaf(4, 8), leaf(4, 8, seed=1), Graphs()
+    region = recollect.remat(structured)
+
+    def call(x, y):
+        return region({"x": x}, mask=[y, None], scale=3, early_stop=x.cos(), context_fn=0.5)
+
+    def plain(x, y):
+        return structured({"x": x}, mask=[y, None], scale=3, early_stop=x.cos(), context_fn=0.5)
+
+    assert_close(gradients(graphs.compile(call), x, y), gradients(plain, x, y))
+    assert graphs.recomputed == {"tanh": 1, "sigmoid": 1}
+
+
+def test_results_of_any_structure():
+    def several(x):
+        return {"a": x.tanh().sigmoid(), "b": (x.exp(), 3)}
+
+    def call(x):
+        result = recollect.checkpoint(several, x)
+        return result["a"] + result["b"][0] * result["b"][1]
+
+    x, graphs = leaf(4, 8), Graphs()
+    assert_close(gradients(graphs.compile(call), x), gradients(lambda x: x.tanh().sigmoid() + x.exp() * 3, x))
+    assert graphs.recomputed == {"tanh": 1, "sigmoid": 1}
+
+
+def test_nested_regions():
+    def outer(x):
+        return recollect.checkpoint(block, x.sigmoid()).tanh()
+
+    x, graphs = leaf(4, 8), Graphs()
+    assert_close(gradients(graphs.compile(recollect.remat(outer)), x), gradients(outer, x))
+    assert graphs.recomputed == {**ALL, "sigmoid": 2, "tanh": 2}
+
+
+def test_a_module_that_is_wrapped_and_compiled():
+    module, x, graphs = (
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Tanh()),
+        leaf(4, 8),
+        Graphs(),
+    )
+    region, parameters = recollect.remat(module), list(module.parameters())
+    got = gradients(graphs.compile(region), x, parameters=parameters)
+    assert_close(got, gradients(module, x, parameters=parameters))
+    assert graphs.recomputed == {"gelu": 1, "tanh": 1}
+
+
+def test_without_grad_mode():
+    x, graphs = leaf(4, 8), Graphs()
+    compiled = graphs.compile(WAYS["checkpoint"])
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), block(x))
+    assert not graphs.backward
+    assert_close(gradients(compiled, x), gradients(block, x))
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_random_numbers_are_always_preserved(preserve):
+    def drop(x):
+        return torch.nn.functional.dropout(x, 0.5).sigmoid().tanh()
+
+    x = torch.ones(4096, requires_grad=True)
+    region = recollect.remat(drop, preserve_rng_state=preserve)
+    compiled = torch.compile(region, backend="aot_eager", fullgraph=True)
+    y = compiled(x)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    dropped = y == torch.tensor(0.0).sigmoid().tanh()
+    assert 1500 < dropped.sum() < 2500
+    assert torch.equal(grad == 0, dropped)
+
+
+def test_statistics_are_updated_once():
+    def make():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh())
+
+    x, compiled, plain = leaf(4, 8), make(), make()
+    call = torch.compile(recollect.remat(compiled), backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        got = gradients(call, x, parameters=list(compiled.parameters()))
+        assert_close(got, gradients(plain, x, parameters=list(plain.parameters())))
+        assert_close(list(compiled.buffers()), list(plain.buffers()))
+
+
+def test_in_place_operators_in_a_region_with_a_policy():
+    def changing(x):
+        y = x.sigmoid().mul(3)
+        y.mul_(2)
+        return y.tanh()
+
+    x, graphs = leaf(4, 8), Graphs()
+    region = recollect.remat(changing, policy=recollect.save_ops(torch.ops.aten.mul))
+    assert_close(gradients(graphs.compile(region), x), gradients(changing, x))
+    assert graphs.recomputed == {"sigmoid": 1, "tanh": 1}
+
+
+# --- Recompilation ---
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        None,
+        recollect.save_ops(torch.ops.aten.tanh),
+        recollect.by_name({"attn": recollect.Save()}),
+        lambda what, ctx: None,
+    ],
+)
+@pytest.mark.parametrize("way", ["checkpoint", "remat", "made in each step"])
+def test_no_step_compiles_anew(way, policy):
+    region = recollect.remat(block, policy=policy)
+
+    def step(x):
+        if way == "checkpoint":
+            return recollect.checkpoint(block, x, policy=policy)
+        return region(x) if way == "remat" else recollect.remat(block, policy=policy)(x)
+
+    if way == "made in each step" and policy is not None:
+        pytest.skip("a policy is made outside of the compiled function")
+    graphs = Graphs()
+    compiled = graphs.compile(step)
+    for seed in range(4):
+        x = leaf(4, 8, seed=seed)
+        assert_close(gradients(compiled, x), gradients(block, x))
+    assert len(graphs.forward) == len(graphs.backward) == 1
+
+
+@pytest.mark.parametrize("policy", [None, recollect.policies.save_matmuls])
+def test_layers_that_are_compiled_one_by_one_share_a_graph(policy):
+    layers, graphs, x = [Layer(policy) for _ in range(12)], Graphs(), leaf(4, 8)
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+
+    def model(x):
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    expected = gradients(model, x, parameters=parameters)
+    for layer in layers:
+        layer.compile(backend=graphs.backend, fullgraph=True)
+    assert_close(gradients(model, x, parameters=parameters), expected)
+    assert len(graphs.forward) == len(graphs.backward) == 1
+
+
+def keep(name):
+    return lambda what, ctx: recollect.Save() if what == name else None
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="Dynamo takes functions with the same code for one")
+def test_another_policy_of_the_same_code_compiles_anew():
+    layer, x = torch.nn.Module(), leaf(4, 8)
+    layer.policy = keep("attn")
+    layer.forward = lambda x: recollect.checkpoint(block, x, policy=layer.policy)
+    graphs = Graphs()
+    compiled = graphs.compile(layer)
+    gradients(compiled, x)
+    assert graphs.recomputed == {"gelu": 1, "silu": 1, "tanh": 1}
+    graphs.backward.clear()
+    layer.policy = keep("mlp")
+    gradients(compiled, x)
+    assert graphs.recomputed == {"_softmax": 1, "sigmoid": 1, "tanh": 1}
+
+
+# --- Decisions ---
+
+
+def kept(*names):
+    return {name: count for name, count in ALL.items() if name not in names}
+
+
+SAVE, RECOMPUTE = recollect.Save(), recollect.Recompute()
+TANH = recollect.save_ops(torch.ops.aten.tanh)
+POLICIES = {
+    "an operator": (TANH, kept("tanh")),
+    "two operators": (TANH | recollect.save_ops(torch.ops.aten.gelu.default), kept("tanh", "gelu")),
+    "nothing": (recollect.policies.save_nothing, ALL),
+    "all but pointwise": (recollect.policies.save_everything_but_pointwise, kept("_softmax")),
+    "a name": (recollect.by_name({"attn": SAVE}), kept("_softmax", "sigmoid")),
+    "two names": (recollect.by_name({"attn": SAVE, "mlp": SAVE}), {"tanh": 1}),
+    "a path": (recollect.by_name({"mlp/act": SAVE}), kept("gelu")),
+    "a pattern": (recollect.by_name({"*/act": SAVE}), kept("gelu")),
+    "recomputed in what is kept": (recollect.by_name({"mlp": SAVE, "mlp/act": RECOMPUTE}), kept("silu")),
+    "kept in what is recomputed": (recollect.by_name({"mlp": RECOMPUTE, "mlp/act": SAVE}), kept("gelu")),
+    "a name and an operator": (recollect.by_name({"attn": SAVE}) | TANH, {"gelu": 1, "silu": 1}),
+    "an operator in a name that is recomputed": (
+        recollect.by_name({"mlp": RECOMPUTE}) | recollect.save_ops(torch.ops.aten.silu),
+        kept("silu"),
+    ),
+    "an operator in a name that is kept": (
+        recollect.by_name({"attn": SAVE}) | (lambda what, ctx: RECOMPUTE),
+        kept("_softmax", "sigmoid"),
+    ),
+    "the first decision": ((lambda what, ctx: RECOMPUTE if what is torch.ops.aten.tanh.default else None) | TANH, ALL),
+    "a function": (
+        lambda what, ctx: SAVE if what in ("mlp/act", torch.ops.aten.tanh.default) else None,
+        kept("gelu", "tanh"),
+    ),
+    "a function of the path": (lambda what, ctx: SAVE if ctx.path == "mlp" and what != "mlp" else None, kept("silu")),
+    "a function of shapes": (
+        lambda what, ctx: SAVE if not isinstance(what, str) and ctx.args[0].shape == (4, 8) else None,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_decision_is_a_tag(name):
+    policy, expected = POLICIES[name]
+    x, graphs = leaf(4, 8), Graphs()
+    got = gradients(graphs.compile(lambda x: recollect.checkpoint(block, x, policy=policy)), x)
+    assert_close(got, gradients(block, x))
+    assert graphs.recomputed == expected
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_same_operators_are_kept_as_in_eager(name, count_operators):
+    policy, expected = POLICIES[name]
+    x = leaf(4, 8)
+    y = recollect.checkpoint(block, x, policy=policy, early_stop=False)
+    with count_operators() as operators:
+        y.sum().backward()
+    assert {one: operators.counts[one] for one in OPERATORS if operators.counts[one]} == expected
+
+
+def test_a_name_inside_of_itself():
+    def inner(x):
+        return x.tanh()
+
+    def outer(x):
+        return recollect.region("part", inner)(x.sigmoid()).softmax(-1)
+
+    def whole(x):
+        return recollect.region("part", outer)(x).exp()
+
+    for decisions, expected in (
+        ({"part": SAVE}, {}),
+        ({"part/part": SAVE}, {"sigmoid": 1, "_softmax": 1}),
+        ({"part/part": RECOMPUTE, "part": SAVE}, {"tanh": 1}),
+    ):
+        x, graphs = leaf(4, 8), Graphs()
+        region = recollect.remat(whole, policy=recollect.by_name(decisions))
+        assert_close(gradients(graphs.compile(region), x), gradients(whole, x))
+        assert graphs.recomputed == expected
+
+
+def test_a_function_is_asked_about_the_same_in_the_same_order():
+    asked = []
+
+    def policy(what, ctx):
+        asked.append((str(what), ctx.path))
+        return SAVE if str(what) in ("attn", "aten.gelu.default") else None
+
+    x = leaf(4, 8)
+    recollect.checkpoint(block, x, policy=policy)
+    expected = [one for one in asked if one[1] != "attn" or one[0] == "attn"]  # nobody needs what is in a kept region
+    asked.clear()
+    gradients(Graphs().compile(lambda x: recollect.checkpoint(block, x, policy=policy)), x)
+    assert asked == expected
+
+
+def test_a_policy_with_a_state_is_asked_once_about_each_call():
+    answers = iter([SAVE, RECOMPUTE] * 100)
+
+    def chain(x):
+        for _ in range(6):
+            x = x.tanh()
+        return x
+
+    x, graphs = leaf(4, 8), Graphs()
+    region = recollect.remat(chain, policy=lambda what, ctx: next(answers))
+    assert_close(gradients(graphs.compile(region), x), gradients(chain, x))
+    assert graphs.recomputed == {"tanh": 3}
+
+
+def test_torch_gets_members_of_its_own_enum():
+    x, tags = leaf(4, 8), collections.Counter()
+
+    def partition(joint, inputs, **options):
+        tags.update(node.meta.get("recompute") for node in joint.graph.nodes if node.name in ALL)
+        return min_cut_rematerialization_partition(joint, inputs, **options)
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), partition_fn=partition)
+    policy = recollect.by_name({"attn": SAVE, "mlp": RECOMPUTE})
+    gradients(torch.compile(recollect.remat(block, policy=policy), backend=backend, fullgraph=True), x)
+    own = stock.CheckpointPolicy
+    assert tags == {own.MUST_SAVE: 2, own.MUST_RECOMPUTE: 2, own.PREFER_RECOMPUTE: 1}
+
+
+def test_a_policy_that_cannot_be_one():
+    x = leaf(4, 8)
+    compiled = torch.compile(lambda x: recollect.checkpoint(block, x, policy=3), backend="aot_eager")
+    with pytest.raises(Exception, match="policy must be a policy"):
+        compiled(x)
+
+
+# --- What happens once ---
+
+
+def test_what_is_pinned_is_saved():
+    def route(x):
+        weights, chosen = recollect.pin(torch.topk)(x.tanh(), 2, dim=-1)
+        return (x.gather(-1, chosen) * weights).sigmoid().exp()
+
+    def plain(x):
+        weights, chosen = x.tanh().topk(2, dim=-1)
+        return (x.gather(-1, chosen) * weights).sigmoid().exp()
+
+    for policy in (None, TANH, recollect.by_name({"*": RECOMPUTE})):
+        torch._dynamo.reset()
+        x, graphs = leaf(4, 8), Graphs()
+        region = recollect.remat(route, policy=policy)
+        assert_close(gradients(graphs.compile(region), x), gradients(plain, x))
+        assert graphs.recomputed == ({"sigmoid": 1} if policy is TANH else {"tanh": 1, "sigmoid": 1})
+
+
+def test_pinned_within_a_named_region_that_is_kept():
+    def route(x):
+        return recollect.region("router", lambda x: recollect.pin(torch.topk)(x.tanh(), 2)[0])(x).sigmoid().exp()
+
+    x, graphs = leaf(4, 8), Graphs()
+    region = recollect.remat(route, policy=recollect.by_name({"router": SAVE}))
+    assert_close(gradients(graphs.compile(region), x), gradients(lambda x: x.tanh().topk(2)[0].sigmoid().exp(), x))
+    assert graphs.recomputed == {"sigmoid": 1}
+
+
+def test_what_is_compiled_is_not_recomputing():
+    def function(x):
+        x = recollect.once(torch.tanh, x)
+        return x.sigmoid() if recollect.is_recomputing() else x.exp()
+
+    x, graphs = leaf(4, 8), Graphs()
+    assert_close(gradients(graphs.compile(recollect.remat(function)), x), gradients(lambda x: x.tanh().exp(), x))
+    assert graphs.recomputed == {"tanh": 1}
+
+
+def test_a_side_effect_leads_to_the_eager_engine():
+    noted = []
+
+    def function(x):
+        recollect.once(noted.append, 1)
+        return x.tanh().sigmoid()
+
+    x = leaf(4, 8)
+    compiled = torch.compile(lambda x: recollect.checkpoint(function, x.sin()).exp(), backend="aot_eager")
+    assert_close(gradients(compiled, x), gradients(lambda x: x.sin().tanh().sigmoid().exp(), x))
+    assert noted == [1]
+
+
+# --- What the compiler cannot do ---
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"determinism_check": "values"}, 'determinism_check="values" has no effect under torch.compile'),
+        ({"debug": True}, "debug=True has no effect under torch.compile"),
+        ({"policy": recollect.offload_ops(torch.ops.aten.tanh)}, r"Offload\(\) becomes Save\(\) under torch.compile"),
+        ({"policy": recollect.by_name({"attn": recollect.Offload()})}, r"Offload\(\) becomes Save\(\)"),
+    ],
+)
+def test_what_the_compiler_cannot_do_is_said_once(options, said):
+    x = leaf(4, 8)
+    for region in (recollect.remat(block, **options), functools.partial(recollect.checkpoint, block, **options)):
+        torch._dynamo.reset()
+        _compile._said.clear()
+        with pytest.warns(UserWarning, match=said) as found:
+            compiled = torch.compile(region, backend="aot_eager", fullgraph=True)
+            assert_close(gradients(compiled, x), gradients(block, x))
+        assert len(found) == 1
+        assert found[0].filename == __file__
+        assert_close(gradients(compiled, x), gradients(block, x))  # warnings are errors here
+        torch._dynamo.reset()
+        gradients(torch.compile(region, backend="aot_eager", fullgraph=True), x)
+
+
+def test_a_check_of_the_whole_run_is_said_too(monkeypatch):
+    from recollect import _checkpoint
+
+    monkeypatch.setattr(_checkpoint._Overrides, "check", "values")
+    with pytest.warns(UserWarning, match="values"):
+        gradients(Graphs().compile(WAYS["checkpoint"]), leaf(4, 8))
+
+
+def test_what_is_offloaded_is_saved():
+    x, graphs = leaf(4, 8), Graphs()
+    policy = recollect.offload_ops(torch.ops.aten.tanh) | recollect.by_name({"attn": recollect.Offload()})
+    with pytest.warns(UserWarning, match="Offload"):
+        gradients(graphs.compile(recollect.remat(block, policy=policy)), x)
+    assert graphs.recomputed == kept("tanh", "_softmax", "sigmoid")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"determinism_check": "default"}, {"determinism_check": "none"}, {"early_stop": False}]
+)
+def test_what_makes_no_difference_is_not_said(options):
+    gradients(Graphs().compile(lambda x: recollect.checkpoint(block, x, **options)), leaf(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"determinism_check": "all"}, ValueError, "determinism_check must be one of"),
+        ({"debug": "yes"}, TypeError, "debug must be True or False"),
+        ({"preserve_rng_state": "some"}, TypeError, "preserve_rng_state must be"),
+        ({"use_reentrant": True, "scale": 2}, ValueError, "Unexpected keyword arguments: scale"),
+        ({"use_reentrant": True, "policy": TANH}, ValueError, "only supported when use_reentrant=False"),
+    ],
+)
+def test_bad_options_are_errors_as_in_eager(options, error, match):
+    compiled = torch.compile(lambda x: recollect.checkpoint(block, x, **options), backend="aot_eager")
+    with pytest.raises(error, match=match):
+        compiled(leaf(4, 8))
