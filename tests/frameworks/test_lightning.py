@@ -203,7 +203,7 @@ def test_options_reach_the_regions():
         fit(module, Recollect({"model.0": Recompute()}, determinism_check=check))
 
     fit_with_flip("none")
-    with pytest.raises(recollect.CheckpointError, match="region Block"):
+    with pytest.raises(recollect.CheckpointError, match=r"region 'model\.0', Block"):
         fit_with_flip("first")
 
 
