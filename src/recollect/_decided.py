@@ -25,6 +25,7 @@ where `_engine/kept_region.py` says so: where its output is changed in place, or
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -254,9 +255,26 @@ def _decided_class(own: type[Module]) -> type[Module]:
         namespace = {name: getattr(own, name) for name in names}
         if hasattr(own, "__deepcopy__"):
             namespace["__deepcopy__"] = _deepcopy
-        kind: Any = type(own)
+        meta: Any = type(own)
+        kind = _kind_over(meta)
         made = _classes[own] = kind(own.__name__, (DecidedModule, own), namespace)
     return made
+
+
+@functools.cache
+def _kind_over(kind: Any) -> Any:
+    """A metaclass over that of a module's own class, for which undecided modules of that class pass as decided ones.
+
+    Who shards by class takes it from the first module with some name, and finds the others by isinstance.
+    """
+
+    def passes(self: type, instance: Any) -> bool:
+        if _is_decided(self):
+            return isinstance(instance, _own_class(self))
+        is_one: bool = kind.__instancecheck__(self, instance)
+        return is_one
+
+    return type("DecidedKind", (kind,), {"__instancecheck__": passes})
 
 
 def _deepcopy(module: Module, memo: Any) -> Any:

@@ -67,7 +67,7 @@ def train(accelerator, model):
             optimizer.zero_grad()
     if accelerator.distributed_type == DistributedType.FSDP:
         sharded = [one for one in prepared.modules() if isinstance(one, FullyShardedDataParallel | FSDPModule)]
-        assert len(sharded) == 1 + 3
+        assert len(sharded) in (1 + 3, 1 + 2 * 3)  # in version 2 the wrappers of the layers are too
     # No method of accelerate: how it gathers a state dict depends on the kind of machine.
     return {name: whole(parameter.detach()) for name, parameter in prepared.named_parameters()}
 
@@ -93,9 +93,10 @@ def accelerator_of(own_environment):
             # Accelerate shards on accelerators only. The process group of the test is enough to do it here.
             if made.mixed_precision != "no":
                 plugin.set_mixed_precision(made.mixed_precision)
-            made.state.distributed_type = DistributedType.FSDP
+            for state in (made.state, accelerate.PartialState()):
+                state.distributed_type = DistributedType.FSDP
+                state.device = torch.device("cpu")
             made.state.fsdp_plugin = plugin
-            made.state.device = torch.device("cpu")
         return made
 
     yield make
@@ -138,6 +139,45 @@ def test_a_decided_model_is_sharded(accelerator_of, version, precision):
     with recollect.apply(model, LAYERS):
         assert_same(train(accelerator_of(fsdp(version), mixed_precision=precision), model), expected)
     assert model.runs == 2 * 2 * 3
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("decided", ["layers.0", "layers.1"])
+def test_all_layers_are_sharded_where_one_is_decided(accelerator_of, version, decided):
+    """Accelerate takes the class from the first module with that name, which may be a decided one or not."""
+    expected = train(accelerator_of(fsdp(version)), Model())
+    model = Model()
+    with recollect.apply(model, {decided: Recompute()}):
+        assert_same(train(accelerator_of(fsdp(version)), model), expected)
+    assert model.runs == 2 * (3 + 1)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_decisions_after_it_was_prepared(accelerator_of):
+    accelerator, model = accelerator_of(fsdp(2)), Model()
+    prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    with recollect.apply(prepared, LAYERS):
+        accelerator.backward(prepared(torch.randn(4, 8)).square().mean())
+    assert model.runs == 2 * 3
+
+
+def test_states_are_saved_and_loaded_and_the_model_is_unwrapped(accelerator_of, tmp_path):
+    accelerator, model = accelerator_of(mixed_precision="bf16"), Model()
+    names = list(model.state_dict())
+    recollect.apply(model, {"": Recompute()})
+    prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    accelerator.save_state(tmp_path)
+    accelerator.backward(prepared(torch.randn(4, 8)).square().mean())
+    optimizer.step()
+    assert not any(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    accelerator.load_state(tmp_path)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    assert list(accelerator.get_state_dict(prepared)) == names
+    bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert bare is model
+    assert bare(torch.randn(4, 8)).dtype == torch.float32
 
 
 # --- Checkpointed by the plugin, under the patch ---

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 import warnings
 
 import pytest
@@ -202,7 +203,7 @@ def test_options_reach_the_regions():
         fit(module, Recollect({"model.0": Recompute()}, determinism_check=check))
 
     fit_with_flip("none")
-    with pytest.raises(recollect.CheckpointError, match="region Block"):
+    with pytest.raises(recollect.CheckpointError, match=r"region 'model\.0', Block"):
         fit_with_flip("first")
 
 
@@ -213,6 +214,32 @@ def test_two_callbacks_for_different_parts(plain):
     assert module.seen == [[False, True, False]] * 2
     assert module.runs == 2 * (3 + 2)
     assert_plain(module)
+
+
+def test_a_module_that_brings_the_callback_itself(plain):
+    module = count_runs(module_class(lightning, configure_callbacks=lambda self: [Recollect(LAYERS)])())
+    fit(module)
+    assert_same(weights(module), plain)
+    assert module.runs == 2 * 2 * 3
+    assert_plain(module)
+
+
+@pytest.mark.parametrize("package", [lightning, pytorch_lightning], ids=lambda package: package.__name__)
+def test_the_callback_of_the_other_package_will_do(plain, package):
+    """Not documented, but nothing stands against it where it is one of a list."""
+    module = count_runs(module_class(package)())
+    fit(module, (OldRecollect if package is lightning else Recollect)(LAYERS), package=package)
+    assert_same(weights(module), plain)
+    assert module.runs == 2 * 2 * 3
+
+
+def test_the_callback_is_copied_and_pickled(plain):
+    """As it is for processes that a strategy starts."""
+    for callback in (copy.deepcopy(Recollect(LAYERS)), pickle.loads(pickle.dumps(Recollect(LAYERS)))):
+        module = count_runs(Lit())
+        fit(module, callback)
+        assert_same(weights(module), plain)
+        assert module.runs == 2 * 2 * 3
 
 
 def test_several_fits_in_a_row():
