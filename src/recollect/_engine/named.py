@@ -16,7 +16,7 @@ from recollect._engine.frame import run_region
 from recollect._engine.kept_region import Mark, keep, replay
 from recollect._engine.scope import Scope, here
 from recollect._engine.selective import ask
-from recollect._torch import run_as_it_is
+from recollect._torch import begin_inside
 from recollect.policy import Decision, Question, Recompute
 
 P = ParamSpec("P")
@@ -65,7 +65,7 @@ class _Region(Generic[P, R]):
         self.__name__ = name
         self.__wrapped__ = function
 
-    @run_as_it_is
+    @begin_inside
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if is_dynamo_compiling():
             named: R = _compile.run_named(self.__name__, self.__wrapped__, args, kwargs)
