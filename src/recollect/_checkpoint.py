@@ -22,7 +22,7 @@ from recollect import _compile, _errors
 from recollect._engine.frame import Options, run_region
 from recollect._engine.reentrant import CheckpointFunction
 from recollect._known import all_known
-from recollect._torch import is_stock_noop_context_fn, is_traced_by_autograd, run_as_it_is
+from recollect._torch import is_stock_noop_context_fn, is_traced_by_autograd, never_begin
 from recollect.policy import Decision, Policy, Question, as_policy
 
 P = ParamSpec("P")
@@ -178,7 +178,7 @@ def _refuse_if_it_runs_later(function: Callable[..., Any]) -> None:
             raise _errors.runs_later(function, kind)
 
 
-@run_as_it_is
+@never_begin
 def _run(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, context_fn: ContextFn
 ) -> Any:
@@ -273,7 +273,7 @@ def chosen_variant(use_reentrant: bool | None, *, stacklevel: int) -> bool:
     return bool(use_reentrant)
 
 
-@run_as_it_is
+@never_begin
 def checkpoint(
     function: Callable[..., R],
     *args: Any,
@@ -334,7 +334,7 @@ def checkpoint(
     return result
 
 
-@run_as_it_is
+@never_begin
 def run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -350,8 +350,6 @@ def run(
     stacklevel: int = 2,
 ) -> Any:
     """`checkpoint` with the function's arguments apart, so that no name is taken from them."""
-    if not callable(function):
-        raise _errors.not_callable("function", function)
     if is_dynamo_compiling():  # it has one variant, which is as good as either
         if use_reentrant is None or use_reentrant:
             _check_reentrant(kwargs, context_fn, debug, policy)
@@ -361,6 +359,8 @@ def run(
         return _run_compiled(
             function, args, kwargs, determinism_check, debug=debug, policy=policy, context_fn=context_fn
         )
+    if not callable(function):
+        raise _errors.not_callable("function", function)
     if use_reentrant is not False and chosen_variant(use_reentrant, stacklevel=stacklevel):
         _check_reentrant(kwargs, context_fn, debug, policy)
         return _run_reentrant(function, args, kwargs, preserve_rng_state)

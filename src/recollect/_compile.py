@@ -56,7 +56,7 @@ from recollect._torch import (
     is_traced_by_autograd,
     level_of_user_code,
     makes_a_graph,
-    never_trace,
+    never_begin_in,
     stock_names,
 )
 from recollect.policy import Decision, Offload, Operators, Policy, Question, Recompute, as_policy
@@ -321,4 +321,4 @@ for _module in (
     *(_stores, _torch, _verification, _verify),
     *(caching, frame, groups, kept_region, reentrant, replay, scope, selective),
 ):
-    never_trace(_module)
+    never_begin_in(_module)

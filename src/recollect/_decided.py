@@ -45,7 +45,7 @@ from recollect._engine.kept_region import call_on_host
 from recollect._engine.named import call_part
 from recollect._engine.scope import Scope, here
 from recollect._inputs import find_tensors, is_parameter
-from recollect._torch import level_of_user_code, not_compiled, storage_key
+from recollect._torch import level_of_user_code, never_begin, storage_key
 from recollect.policy import Decision, Offload, Recompute
 
 _KEY = "_recollect_decided"
@@ -151,7 +151,7 @@ class DecidedModule:
         return (function, args, *rest) if decided is None else (_made_and_decided, (decided, function, args), *rest)
 
 
-@not_compiled
+@never_begin
 def _call(
     module: Module, decided: Decided, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -197,7 +197,7 @@ def _call_in_region(
     return call_part(scope, decided.name, decision, call, args, kwargs, options=overridden(decided.options))
 
 
-@not_compiled  # where it would begin here
+@never_begin  # where it would begin here
 def _call_compiled(
     module: Module, decided: Decided, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:

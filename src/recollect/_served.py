@@ -21,7 +21,7 @@ import torch.utils.checkpoint as torchs
 
 from recollect import _checkpoint, dropin
 from recollect._checkpoint import PolicyLike, gives_contexts
-from recollect._torch import composable_module, is_traced_by_autograd, not_compiled
+from recollect._torch import composable_module, is_traced_by_autograd, never_begin
 
 _NAMES = frozenset(("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"))
 
@@ -82,7 +82,7 @@ _signature = inspect.signature(_torchs_checkpoint)
 _newer = frozenset(_signature.parameters) - frozenset(inspect.signature(dropin.checkpoint).parameters)
 
 
-@not_compiled
+@never_begin
 def checkpoint(function: Any = None, *args: Any, **kwargs: Any) -> Any:
     """`recollect.dropin.checkpoint` with the defaults of the patch. A call that it has no form for is torch's own."""
     defaults = _Now.defaults

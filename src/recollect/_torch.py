@@ -832,7 +832,7 @@ def constant_when_traced(function: _F) -> _F:
 
 # Whether Dynamo, where it reads `id(function)`, compiles anew for another function. Without that it takes two functions
 # with the same code for one (2.11, 2.12).
-ID_IS_GUARDED = torch.__version__ >= (2, 13)
+ID_IS_GUARDED = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 
 # What Dynamo does with a Python frame that it comes across, and with the frames inside of that, is noted with the
@@ -849,25 +849,40 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def run_as_it_is(function: _F) -> _F:
-    """Let Dynamo not begin to trace at a function, when it comes across its call; what is called inside is free."""
+def begin_inside(function: _F) -> _F:
+    """Let Dynamo not begin to trace at a function when it comes across a call of it, but at what that calls."""
     _frames.set_code_exec_strategy(function.__code__, _ALONE)
     return function
 
 
-def never_trace(module: ModuleType) -> None:
-    """Let Dynamo pass over the functions of a module and everything that they call.
+def never_begin(function: _F) -> _F:
+    """Let Dynamo not begin to trace at a function when it comes across a call of it, nor at anything that it calls.
 
-    Costs nothing at a call. Autograd calls hooks, and dispatch modes are called, in the middle of compiled code.
+    Costs nothing at a call.
     """
+    for code in _codes(function.__code__):
+        _frames.set_code_exec_strategy(code, _WITH_ALL_INSIDE)
+    return function
+
+
+def never_begin_in(module: ModuleType) -> None:
+    """`never_begin` for all functions and methods of a module: hooks, dispatch modes and what else torch calls."""
     for owner in (module, *(value for value in vars(module).values() if isinstance(value, type))):
         if getattr(owner, "__module__", module.__name__) != module.__name__:
             continue
         for value in vars(owner).values():
             function = _function_in(value)
             if function is not None and function.__module__ == module.__name__:
-                for code in _codes(function.__code__):
-                    _frames.set_code_exec_strategy(code, _WITH_ALL_INSIDE)
+                never_begin(function)
+
+
+def never_look_into(function: _F) -> _F:
+    """Let Dynamo break its graph where it comes across a call in code that it traces, instead of looking into it.
+
+    `torch.compiler.disable` sets the same mark, on a function around it that costs something at each call.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def _function_in(value: Any) -> FunctionType | None:
@@ -881,15 +896,6 @@ def _function_in(value: Any) -> FunctionType | None:
     if callable(value) and not isinstance(value, type):
         value = inspect.unwrap(value)
     return value if isinstance(value, FunctionType) else None
-
-
-def not_compiled(function: _F) -> _F:
-    """A function that Dynamo, when it comes across its call, leaves as it is, with all that it calls.
-
-    As `torch.compiler.disable`, which imports the whole compiler and costs a call.
-    """
-    _frames.set_code_exec_strategy(function.__code__, _WITH_ALL_INSIDE)
-    return function
 
 
 def composable_module() -> ModuleType | None:

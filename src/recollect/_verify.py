@@ -21,7 +21,7 @@ from torch import Tensor
 from recollect import _errors
 from recollect._errors import Signature
 from recollect._torch import (
-    TorchDispatchMode,
+    OperatorMode,
     called_module,
     is_library_file,
     nested_sizes,
@@ -75,7 +75,7 @@ class Operator(NamedTuple):
         return self.lines[-1] if self.lines else "no line of user code"
 
 
-class OperatorTrace(TorchDispatchMode):
+class OperatorTrace(OperatorMode):
     """Records every operator that runs under it, except what `without` covers. It runs none of its own."""
 
     def __init__(self) -> None:
