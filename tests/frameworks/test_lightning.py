@@ -451,6 +451,25 @@ def test_manual_optimization_with_two_losses():
     assert_same(weights(module), weights(expected))
 
 
+def step_without_log(self, batch, index):
+    return self.model(batch[0]).square().mean()  # the compiler has no success with Lightning's `log`
+
+
+def configure_model(self):
+    self.model.compile(backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's, of its inputs
+@pytest.mark.parametrize("where", ["around", "within"])
+def test_compiled(plain, where):
+    torch._dynamo.reset()
+    methods = {"training_step": step_without_log} | ({"configure_model": configure_model} if where == "within" else {})
+    module = count_runs(module_class(lightning, **methods)())
+    fit(torch.compile(module, backend="eager") if where == "around" else module, Recollect(LAYERS))
+    assert_same(weights(module), plain)
+    assert module.runs == 2 * 2 * 3
+
+
 def test_weight_averaging():
     expected, module = Lit(), count_runs(Lit())
     averages = []
