@@ -18,6 +18,8 @@ def _code_of(function: Any) -> Any:
     """What stands for a function from step to step: its code, because a lambda is made anew each time."""
     while isinstance(function, functools.partial):
         function = function.func
+    if not hasattr(function, "__code__"):
+        function = getattr(function, "__wrapped__", function)
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", None) or type(function)
 
