@@ -143,7 +143,7 @@ def gives_contexts(context_fn: ContextFn) -> bool:
     return not (context_fn is noop_context_fn or is_stock_noop_context_fn(context_fn))
 
 
-def _contexts(context_fn: ContextFn) -> Contexts | None:
+def contexts_of(context_fn: ContextFn) -> Contexts | None:
     """What `context_fn` gives, None for the default."""
     if not gives_contexts(context_fn):
         return None
@@ -166,7 +166,7 @@ def refuse_to_run_later(function: Callable[..., Any], result: Any) -> None:
     raise _errors.runs_later(function, type(result).__name__.replace("_", " "))
 
 
-def _refuse_if_it_runs_later(function: Callable[..., Any]) -> None:
+def refuse_if_it_runs_later(function: Callable[..., Any]) -> None:
     """The same at the time of wrapping, for what shows it from outside."""
     called = function.forward if isinstance(function, torch.nn.Module) else function
     for kind, test in (
@@ -188,7 +188,7 @@ def _run(
     if context_fn is not noop_context_fn:
         if is_traced_by_autograd() and gives_contexts(context_fn):
             return _compile.hand_over(function, args, kwargs, context_fn)
-        contexts = _contexts(context_fn)
+        contexts = contexts_of(context_fn)
     if torch.is_grad_enabled():
         result = run_region(function, args, kwargs, overridden(options), contexts)
     else:
@@ -491,7 +491,7 @@ def remat(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):
             raise _errors.not_callable("function", function)
-        _refuse_if_it_runs_later(function)
+        refuse_if_it_runs_later(function)
 
         if not isinstance(function, types.FunctionType):
             return _Rematted(function, options, context_fn)

@@ -120,6 +120,7 @@ class Recorder(OperatorMode):
         super().__init__()
         self.ignored = ignored  # memory that the function changes, and on which nothing depends
         self.called_from = call_site(sys._getframe(1))
+        self.call = 0  # the identity of the Python frame where the region begins, if it is a module's own call
         self.paused = False
         self._is_within = False  # an operator: it may be entered twice, above the modes of a part (`_engine/named.py`)
         self.muted = 0  # within a part that a replay does not run: its operators are left out
@@ -361,7 +362,7 @@ class Recorder(OperatorMode):
                     code, line = here, frame.f_lineno
                 if here not in self.variables:
                     self.variables[here] = _variables(frame)
-            frame = frame.f_back
+            frame = frame.f_back if id(frame) != self.call else None
         return code, line, tuple(reversed(modules))
 
 

@@ -33,12 +33,8 @@ _autograd = torch._C._autograd
 push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
 push_hooks = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
-
-
-def top_hooks() -> Hooks | None:
-    """The innermost saved-tensor hooks of this thread, or None."""
-    hooks: Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
-    return hooks
+# The innermost saved-tensor hooks of this thread, or None.
+top_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_saved_tensors_default_hooks, False)
 
 
 # Which backward call runs in this thread, -1 outside of any. Autograd never uses a number twice.
@@ -248,6 +244,18 @@ def pop_hooks_of(pack: object) -> None:
         pop_hooks()
 
 
+def remove_hooks_of(pack: object) -> None:
+    """Take the hooks of `pack` off wherever they are in the stack; those above them stay."""
+    above: list[Hooks] = []
+    while (hooks := top_hooks()) is not None:
+        pop_hooks()
+        if hooks[0] is pack:
+            break
+        above.append(hooks)
+    for hooks in reversed(above):
+        push_hooks(*hooks)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place; one made in inference mode does not count and stays at 0."""
     try:
@@ -275,7 +283,7 @@ def packs_what_is_written(node: Any, slot: object) -> bool:
     )
 
 
-# --- Modules that a stop cuts short ---
+# --- Modules that run, and those that a stop cuts short ---
 
 _FUNCTIONAL_CALL = torch.func.functional_call.__code__
 _STATELESS_CALL = torch.nn.utils.stateless.functional_call.__code__
@@ -307,6 +315,36 @@ def called_module(frame: FrameType) -> torch.nn.Module | None:
     with locals_of(frame) as values:
         module: torch.nn.Module | None = values.get("self")
     return module
+
+
+def call_of_hook(frame: FrameType) -> FrameType:
+    """The Python frame of the module's call in which a hook was called by `frame`; itself if that is no module's."""
+    outer = frame if frame.f_code is _CALL_IMPL or frame.f_back is None else frame.f_back
+    return outer if outer.f_code is _CALL_IMPL else frame
+
+
+def is_failed_call(hook_caller: FrameType) -> bool:
+    """Whether a hook after the forward is called because something failed.
+
+    Such calls stand in `Module._call_impl` itself, the others in a function inside of it.
+    """
+    return hook_caller.f_code is _CALL_IMPL
+
+
+def replace_forward(call: FrameType, replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Let a running call of a module run another forward than it was about to; False where that cannot be done.
+
+    `Module._call_impl` looks the forward up before it calls any hook, and keeps it in `forward_call`, a variable that
+    it shares with its inner function `inner`: the same in 2.11, 2.12, 2.13 and 2.15.
+    """
+    with locals_of(call) as values:
+        inner: Any = values.get("inner") if call.f_code is _CALL_IMPL else None
+    shared: tuple[str, ...] = () if inner is None else inner.__code__.co_freevars
+    if "forward_call" not in shared:
+        return False
+    cell = inner.__closure__[shared.index("forward_call")]
+    cell.cell_contents = replace(cell.cell_contents)
+    return True
 
 
 @contextlib.contextmanager

@@ -83,6 +83,7 @@ class OperatorTrace(OperatorMode):
         self.operators: list[Operator] = []
         self.paused = False
         self._is_within = False  # an operator: it may be entered twice, above the modes of a part
+        self.call = 0  # as for `user_code`
 
     def without(self, hook: Callable[[Tensor], R]) -> Callable[[Tensor], R]:
         """`hook`, with its operators left out of the trace."""
@@ -103,7 +104,7 @@ class OperatorTrace(OperatorMode):
             return func(*args, **(kwargs or {}))
         # Noted before it runs, so that an operator that fails or that a stop cuts off is there too.
         place = len(self.operators)
-        module, lines = user_code(sys._getframe().f_back)
+        module, lines = user_code(sys._getframe().f_back, self.call)
         self.operators.append(Operator(str(func), ("did not finish",), module, lines))
         self._is_within = True
         try:
@@ -140,8 +141,11 @@ def call_site(frame: FrameType | None) -> str | None:
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
-    """The module path and the lines of user code that `frame` was called from, outermost first."""
+def user_code(frame: FrameType | None, call: int = 0) -> tuple[str, tuple[str, ...]]:
+    """The module path and the lines of user code that `frame` was called from, outermost first.
+
+    `call` is the identity of the Python frame where a region begins, if it is a module's own call.
+    """
     lines: list[str] = []
     modules: list[torch.nn.Module] = []
     while frame is not None and frame.f_code not in _BOUNDARIES:
@@ -150,7 +154,7 @@ def user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
             lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
         elif (module := called_module(frame)) is not None:
             modules.append(module)
-        frame = frame.f_back
+        frame = frame.f_back if id(frame) != call else None
     return module_path(modules[::-1]), tuple(reversed(lines))
 
 
