@@ -29,7 +29,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from recollect import _compile, _errors
-from recollect._checkpoint import RUN_LATER, overridden, refuse_to_run_later, run_compiled
+from recollect._checkpoint import RUN_LATER, noop_context_fn, overridden, refuse_to_run_later, run_compiled
 from recollect._engine.frame import Options, run_region
 from recollect._engine.kept_region import call_on_host
 from recollect._engine.named import call_part
@@ -97,13 +97,26 @@ def _settled_entry(label: str, decision: Decision) -> Entry:
     return entry
 
 
+class Hooked(Protocol):
+    """What knows of a module whose regions its hooks begin. The compiler has no place for a region that begins so."""
+
+    is_enabled: bool
+    context_fn: Callable[[], Any]
+
+
 class Decided:
     """What was decided for a module."""
 
-    __slots__ = ("entry", "has_parts", "is_copied", "is_inside", "name", "options")
+    __slots__ = ("entry", "has_parts", "hooked", "is_copied", "is_inside", "name", "options")
 
     def __init__(
-        self, name: str, entry: Entry, options: Options, is_inside: bool = False, has_parts: bool = False
+        self,
+        name: str,
+        entry: Entry,
+        options: Options,
+        is_inside: bool = False,
+        has_parts: bool = False,
+        hooked: Hooked | None = None,
     ) -> None:
         self.name = name
         self.entry = entry
@@ -111,18 +124,21 @@ class Decided:
         # For the compiler, which cannot ask what is around a module when it is called.
         self.is_inside = is_inside  # of one that is recomputed
         self.has_parts = has_parts  # which are decided themselves
+        self.hooked = hooked  # where hooks begin the regions, but for those of the compiler
         self.is_copied = False  # whether a copy of the module may have the same class
 
     def __deepcopy__(self, memo: Any) -> Decided:
         self.is_copied = True
-        return Decided(*self._values())
+        twin = Decided(*self._values())
+        twin.hooked = copy.deepcopy(self.hooked, memo)
+        return twin
 
     def __reduce__(self) -> Any:
         return Decided, self._values()
 
     def _values(self) -> tuple[Any, ...]:
-        """None of them ever changes: a copy shares them, and its policy is asked as it is."""
-        return (self.name, self.entry, self.options, self.is_inside, self.has_parts)
+        """None but the last ever changes: a copy shares them, and its policy is asked as it is."""
+        return (self.name, self.entry, self.options, self.is_inside, self.has_parts, self.hooked)
 
 
 class DecidedModule:
@@ -136,7 +152,10 @@ class DecidedModule:
         decided: Decided | None = self.__dict__.get(_KEY)
         if decided is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        run = _call_compiled if is_dynamo_compiling() else _call
+        hooked, compiling = decided.hooked, is_dynamo_compiling()
+        if hooked is not None and not (compiling and hooked.is_enabled):
+            return call(*args, **kwargs)
+        run = _call_compiled if compiling else _call
         return run(self, decided, call, args, kwargs)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -208,7 +227,8 @@ def _call_compiled(
     if decided.is_inside:
         return _compile.run_decided(decided.entry.number, call, args, kwargs)
     if type(decision) is Recompute:
-        return run_compiled(call, args, kwargs, decided.options, has_parts=decided.has_parts)
+        context_fn = noop_context_fn if decided.hooked is None else decided.hooked.context_fn
+        return run_compiled(call, args, kwargs, decided.options, context_fn, has_parts=decided.has_parts)
     if type(decision) is Offload:
         _compile.say("offload")
     return call(*args, **kwargs)

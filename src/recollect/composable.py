@@ -1,12 +1,14 @@
 """Checkpoint a module in place: `checkpoint(module)`, and `contract`, the decorator that such APIs are made with.
 
-`checkpoint` installs a region on the module through hooks. The module stays what it is: no wrapper, no other class,
-no other names. Every call of it is a region, from our hook before its forward, which stands first among its own hooks
+`checkpoint` installs a region on the module through hooks. The module stays what it is: no wrapper, no
+other names. Every call of it is a region, from our hook before its forward, which stands first among its own hooks
 when it is installed, to the end of the forward. A replay calls the module again, so the other hooks run too.
 
 What is installed on a module stands in its `__dict__`, with nothing in it that refers to the module: so a copy and a
 pickled module are checkpointed too, with their own weights and state, and a replica for another device works with the
 original's. What is open while a forward runs belongs to the thread, not to the module (`_engine/calls.py`).
+
+The compiler cannot begin a region in a hook. For it alone the module is decided as `recollect.apply` would.
 
 What this is not: `recollect.apply`, which decides for many modules by name.
 """
@@ -36,11 +38,13 @@ from recollect._checkpoint import (
     refuse_if_it_runs_later,
     refuse_to_run_later,
 )
+from recollect._decided import Decided, Entry, decided_of, install, take_off, why_not
 from recollect._engine.calls import ModuleFunction, end_of_call
 from recollect._engine.frame import Options
 from recollect._engine.opened import open_region
 from recollect._engine.scope import Scope, here
 from recollect._torch import is_failed_call
+from recollect.policy import Recompute
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -212,21 +216,26 @@ class CheckpointState:
 
     Attributes:
         is_applied: Whether the module has the hooks.
+        is_enabled: Whether its user wants them to do something.
+        context_fn: As for `recollect.checkpoint`.
     """
 
     def __init__(self) -> None:
         self.is_applied = False
-        self._enabled = False
+        self.is_enabled = False
         self._options = Options()
-        self._context_fn: ContextFn = noop_context_fn
+        self.context_fn: ContextFn = noop_context_fn
         self._handles: list[RemovableHandle] = []
 
     def install(self, module: nn.Module, options: Options, context_fn: ContextFn) -> None:
         """Give a module the hooks."""
         self._options = options
-        self._context_fn = context_fn
+        self.context_fn = context_fn
+        if decided_of(module) is None and why_not(module) is None:
+            entry = Entry("recollect.composable.checkpoint", Recompute(policy=options.policy))
+            install(module, Decided(type(module).__name__, entry, options, hooked=self))
         self._handles = self._register(module)
-        self._enabled = self.is_applied = True
+        self.is_enabled = self.is_applied = True
 
     def _register(self, module: nn.Module) -> list[RemovableHandle]:
         return [
@@ -237,7 +246,7 @@ class CheckpointState:
 
     def uninstall(self) -> None:
         """Take them off again."""
-        self._enabled = self.is_applied = False
+        self.is_enabled = self.is_applied = False
         _remove_all(self._handles)
 
     @contextlib.contextmanager
@@ -257,13 +266,13 @@ class CheckpointState:
         It is False in this thread during the module's own replay.
         """
         scope = self._scope()
-        return self._enabled and (scope is None or not scope.replaying)
+        return self.is_enabled and (scope is None or not scope.replaying)
 
     @enable_hook.setter
     def enable_hook(self, value: bool) -> None:
         if not isinstance(value, bool):
             raise _errors.not_a_bool("enable_hook", value)
-        self._enabled = value
+        self.is_enabled = value
 
     @property
     def _ac_generator(self) -> object | None:
@@ -292,8 +301,8 @@ class CheckpointState:
         if window is not None and window.module is module:
             here.awaited = None  # for this call; those inside are regions as they were in the forward
             return window.open(caller)
-        if self._enabled:
-            context_fn = self._context_fn
+        if self.is_enabled:
+            context_fn = self.context_fn
             contexts = None if context_fn is noop_context_fn else contexts_of(context_fn)
             if torch.is_grad_enabled():
                 function = ModuleFunction(module, self)
@@ -307,7 +316,7 @@ class CheckpointState:
         caller = sys._getframe(1)
         failed = is_failed_call(caller)
         end_of_call(caller, sys.exc_info()[1] if failed else None)
-        if self._enabled and not failed and isinstance(output, RUN_LATER):
+        if self.is_enabled and not failed and isinstance(output, RUN_LATER):
             refuse_to_run_later(module, output)
 
 
@@ -335,7 +344,7 @@ def checkpoint(
     """Let every call of a module be a region: `recollect.checkpoint` without a change to who calls it.
 
     Args:
-        module: Any module. It is changed in place; its class, names, parameters and `state_dict` stay as they are.
+        module: Any module. It is changed in place; its names, parameters and `state_dict` stay as they are.
         use_reentrant: Not supported but for False.
         context_fn: As for `recollect.checkpoint`; called once per call of the module.
         determinism_check: As for `recollect.checkpoint`.
@@ -368,6 +377,12 @@ def checkpoint(
         raise _errors.not_callable("context_fn", context_fn)
     options = checked_options(determinism_check, debug, early_stop, preserve_rng_state, None, policy)
     refuse_if_it_runs_later(module)
+    decided = decided_of(module)
+    if decided is not None and decided.hooked is None:
+        label, decision = decided.entry.label, repr(decided.entry.decision)
+        raise _errors.decided_twice(
+            type(module).__name__, label, decision, "recollect.composable.checkpoint", "a region"
+        )
     state = checkpoint.state(module)
     assert state is not None, "contract has just made it"
     state.install(module, options, context_fn)
@@ -394,6 +409,9 @@ def remove(module: nn.Module) -> nn.Module:
         raise _errors.not_applied("checkpoint", module)
     state.uninstall()
     _take_off(checkpoint, module)
+    decided = decided_of(module)
+    if decided is not None and decided.hooked is state:
+        take_off(module)
     return module
 
 

@@ -269,4 +269,6 @@ def unapply(model: Module) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, got {_errors.describe_value(model)}")
     for module in model.modules():
-        take_off(module)
+        decided = decided_of(module)
+        if decided is None or decided.hooked is None:
+            take_off(module)
