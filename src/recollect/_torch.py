@@ -244,6 +244,14 @@ def called_module(frame: FrameType) -> torch.nn.Module | None:
     return module
 
 
+def parameter_of(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
+    """The parameter that a module has under a name, and nothing that it computes: `getattr` runs a parametrization.
+
+    `_parameters` is in every version, and replaced by none.
+    """
+    return module._parameters.get(name)
+
+
 @contextlib.contextmanager
 def locals_of(frame: FrameType) -> Iterator[Mapping[str, Any]]:
     """The local variables of a function that runs.
