@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from recollect import _compile, _errors
@@ -165,9 +165,9 @@ class DecidedModule:
             return made
         # Who unpickles makes the module from its own class, and decides it there. Its state comes later, if at all.
         function, args, *rest = made
-        own, decided = _own_class(kind), self.__dict__.get(_KEY)
-        function, args = own if function is kind else function, tuple(own if one is kind else one for one in args)
-        return (function, args, *rest) if decided is None else (_made_and_decided, (decided, function, args), *rest)
+        own = _own_class(kind)
+        args = tuple(own if one is kind else one for one in args)
+        return _made_and_decided, (self.__dict__.get(_KEY), own if function is kind else function, args), *rest
 
 
 @never_begin
@@ -306,9 +306,9 @@ def _deepcopy(module: Module, memo: Any) -> Any:
     return made
 
 
-def _made_and_decided(decided: Decided, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _made_and_decided(decided: Decided | None, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     made = make(*args)
-    if isinstance(made, Module):
+    if decided is not None and isinstance(made, Module):  # None: a part of a decided Sequential, `model[:2]`
         install(made, decided)
     return made
 
@@ -344,11 +344,11 @@ def install(module: Module, decided: Decided) -> None:
     module.__dict__[_KEY] = decided
 
 
-def why_not(module: Module) -> str | None:
-    """Why a module cannot be decided, in words, if it cannot."""
+def why_not(module: Module, *, may_be_lazy: bool) -> str | None:
+    """Why a module cannot be decided, in words, if it cannot; `may_be_lazy` if some module of the model is."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a scripted module, whose calls do not come through Python. Decide for the module around it"
-    if any(map(is_lazy, module.parameters())) or any(map(is_lazy, module.buffers())):
+    if may_be_lazy and any(map(is_lazy, module.modules())):
         return "it has lazy parameters, which the first call makes. Call the model once, and decide then"
     return None
 
@@ -367,6 +367,11 @@ def look_at_places(model: Module) -> None:
                 decided.is_inside = outer.has_parts = True
         if type(decided.entry.decision) is Recompute:
             recomputed[name] = decided
+
+
+def is_lazy(module: Module) -> bool:
+    """Whether the first call is yet to make the module's parameters, and maybe to change its class."""
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def decided_of(module: Module) -> Decided | None:

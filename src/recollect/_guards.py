@@ -210,7 +210,7 @@ class Leaves:
         elif self._known.reads:
             read = [reference() for reference in self._known.reads]
             homes = [(module(), name) for module, name in self._known.homes]
-            self._at_home = [None if module is None else getattr(module, name, None) for module, name in homes]
+            self._at_home = [None if module is None else own_tensors(module)[0].get(name) for module, name in homes]
         changed = () if record is None else record.changed
         leaves = {id(leaf): leaf for leaf in self.by_slot.values() if storage_key(leaf) not in changed}
         others = {}
@@ -273,7 +273,7 @@ class Leaves:
         """A parameter of a module in whose place another one stands now, and that one."""
         for (module, name), then in zip(self._known.homes, self._at_home, strict=False):
             owner = module()
-            now = None if owner is None else getattr(owner, name, None)
+            now = None if owner is None else own_tensors(owner)[0].get(name)
             if then is not None and owner is not None and now is not then:
                 return then, now
         return None

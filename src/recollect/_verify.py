@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from recollect._torch import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -85,13 +86,13 @@ class OperatorTrace(OperatorMode):
         self._is_within = False  # an operator: it may be entered twice, above the modes of a part
         self.call = 0  # as for `user_code`
 
-    def without(self, hook: Callable[[Tensor], R]) -> Callable[[Tensor], R]:
-        """`hook`, with its operators left out of the trace."""
+    def without(self, function: Callable[P, R]) -> Callable[P, R]:
+        """`function`, with its operators left out of the trace."""
 
-        def hidden(tensor: Tensor) -> R:
+        def hidden(*args: P.args, **kwargs: P.kwargs) -> R:
             before, self.paused = self.paused, True
             try:
-                return hook(tensor)
+                return function(*args, **kwargs)
             finally:
                 self.paused = before
 

@@ -231,7 +231,7 @@ class CheckpointState:
         """Give a module the hooks."""
         self._options = options
         self.context_fn = context_fn
-        if decided_of(module) is None and why_not(module) is None:
+        if decided_of(module) is None and why_not(module, may_be_lazy=True) is None:
             entry = Entry("recollect.composable.checkpoint", Recompute(policy=options.policy))
             install(module, Decided(type(module).__name__, entry, options, hooked=self))
         self._handles = self._register(module)
