@@ -146,14 +146,8 @@ def nested_sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_stock_noop_context_fn(function: object) -> bool:
-    """Programs pass torch's own default explicitly; it means "no contexts" here too.
-
-    By its name, because `torch.utils.checkpoint` may serve another one by now, here or in somebody else's patch.
-    """
-    return (
-        getattr(function, "__module__", None) == "torch.utils.checkpoint"
-        and getattr(function, "__qualname__", None) == "noop_context_fn"
-    )
+    """Programs pass torch's own default explicitly; it means "no contexts" here too."""
+    return function is STOCK["noop_context_fn"]
 
 
 # --- A tensor's place in autograd ---
@@ -303,6 +297,12 @@ def in_functional_call() -> bool:
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters and the buffers of a module itself, to look at and to put others in their places."""
     return module._parameters, module._buffers
+
+
+def parameter_of(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
+    """The parameter that a module has under a name, and nothing that it computes: `getattr` runs a parametrization."""
+    own = module._parameters  # of a scripted module it is no dict, and has no `get`
+    return own[name] if name in own else None  # noqa: SIM401
 
 
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
