@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.modules.module as _modules
+import torch.utils.checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -140,15 +141,13 @@ def nested_sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
         return tuple(map(tuple, tensor._nested_tensor_size().tolist()))
 
 
-def is_stock_noop_context_fn(function: object) -> bool:
-    """Programs pass torch's own default explicitly; it means "no contexts" here too.
+# As it is when recollect is imported, whatever torch.utils.checkpoint serves later.
+_stock_noop_context_fn = torch.utils.checkpoint.noop_context_fn
 
-    By its name, because `torch.utils.checkpoint` may serve another one by now, here or in somebody else's patch.
-    """
-    return (
-        getattr(function, "__module__", None) == "torch.utils.checkpoint"
-        and getattr(function, "__qualname__", None) == "noop_context_fn"
-    )
+
+def is_stock_noop_context_fn(function: object) -> bool:
+    """Programs pass torch's own default explicitly; it means "no contexts" here too."""
+    return function is _stock_noop_context_fn
 
 
 # --- A tensor's place in autograd ---
