@@ -196,6 +196,13 @@ def test_a_module_that_has_left_gets_its_names_back(module_named):
     assert module.checkpoint is ORIGINALS["checkpoint"]
 
 
+def test_the_module_keeps_its_own_names_under_another_name_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "another_name", stock)
+    with patch_torch():
+        assert dict(vars(stock)) == ORIGINALS
+        assert is_ours(stock.checkpoint)
+
+
 def test_who_imports_from_recollect_keeps_what_he_has(module_named):
     source = """
         from recollect.dropin import checkpoint, GraphExecGroup, CheckpointPolicy
