@@ -21,3 +21,10 @@ def one_rank(own_environment):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Some choose a number of threads for the process, which tests share with others on few cores."""
+    yield
+    torch.set_num_threads(1)

@@ -529,7 +529,7 @@ def sharded_fit(one_rank, monkeypatch):
     return run
 
 
-@pytest.mark.filterwarnings("ignore:.*FSDP.*")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_what_a_strategy_wraps_goes_around_the_regions(sharded_fit):
     _, expected = sharded_fit()
     module, found = sharded_fit(Recollect({"model.*": Recompute(), "model.*.wide": Save()}))
@@ -539,7 +539,7 @@ def test_what_a_strategy_wraps_goes_around_the_regions(sharded_fit):
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore:.*FSDP.*")
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
 def test_activation_checkpointing_of_the_strategy_is_ours_under_the_patch(sharded_fit):
     _, expected = sharded_fit()
     with recollect.patch_torch(determinism_check="first"):

@@ -20,7 +20,7 @@ import recollect
 from recollect import policies
 from tools import CountOperators
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*FSDP.*")
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # with one rank
 
 
 class Block(nn.Module):
@@ -138,5 +138,5 @@ def test_selective_checkpointing_with_a_policy_that_counts():
         with CountOperators() as operators:
             found = step(model)
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    # Three products in a block. Forward three, the replay the second alone, backward two for each alike.
+    # Three products in a block: all in the forward, the second in the replay, two for each in the backward.
     assert operators.counts["mm"] == 3 * 3 + 3 * 1 + 3 * 3 * 2

@@ -16,8 +16,6 @@ with warnings.catch_warnings():
 
     from recollect.integrations.transformers import enable
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*no accelerator:UserWarning")
-
 
 def llama():
     config = transformers.LlamaConfig(
@@ -82,6 +80,12 @@ def assert_same(found, expected):
 CHECKPOINTED = {"gradient_checkpointing": True}
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The weights after two steps that keep everything."""
+    return train(llama(), tmp_path_factory.mktemp("plain"))[0]
+
+
 @pytest.mark.parametrize(
     ("patch", "options"),
     [
@@ -98,9 +102,9 @@ CHECKPOINTED = {"gradient_checkpointing": True}
     ],
     ids=["plain", "reentrant", "replaced", "policy", "accumulated", "bfloat16", "clipped"],
 )
-def test_it_trains_under_the_patch_and_ends_in_the_same_weights(tmp_path, patch, options):
-    plain = {name: value for name, value in options.items() if not name.startswith("gradient_checkpointing")}
-    expected, _ = train(llama(), tmp_path, **plain)
+def test_it_trains_under_the_patch_and_ends_in_the_same_weights(tmp_path, plain, patch, options):
+    others = {name: value for name, value in options.items() if not name.startswith("gradient_checkpointing")}
+    expected = train(llama(), tmp_path, **others)[0] if others else plain
     with recollect.patch_torch(**patch):
         found, layers = train(llama(), tmp_path, **CHECKPOINTED, **options)
     assert_same(found, expected)
@@ -108,8 +112,7 @@ def test_it_trains_under_the_patch_and_ends_in_the_same_weights(tmp_path, patch,
     assert (layers.runs, layers.replays) == (2 * 2 * steps, 2 * steps)
 
 
-def test_every_second_layer(tmp_path):
-    expected, _ = train(llama(), tmp_path)
+def test_every_second_layer(tmp_path, plain):
     with recollect.patch_torch():
         found, layers = train(
             llama(),
@@ -117,7 +120,7 @@ def test_every_second_layer(tmp_path):
             **CHECKPOINTED,
             gradient_checkpointing_kwargs={"use_reentrant": False, "every_n_layers": 2},
         )
-    assert_same(found, expected)
+    assert_same(found, plain)
     assert (layers.runs, layers.replays) == (2 * 3, 2)
 
 
@@ -129,8 +132,7 @@ def test_after_the_patch_a_model_that_was_trained_under_it_is_torchs(tmp_path):
     assert (layers.runs, layers.replays) == (2 * 2 * 2, 0)
 
 
-def test_a_checkpoint_of_a_run_under_the_patch_is_taken_up_without_it(tmp_path):
-    expected, _ = train(llama(), tmp_path / "plain")
+def test_a_checkpoint_of_a_run_under_the_patch_is_taken_up_without_it(tmp_path, plain):
     with recollect.patch_torch():
         train(llama(), tmp_path / "ours", **CHECKPOINTED, save_strategy="steps", save_steps=1)
     arguments = transformers.TrainingArguments(
@@ -147,23 +149,21 @@ def test_a_checkpoint_of_a_run_under_the_patch_is_taken_up_without_it(tmp_path):
     model = llama()
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data())
     trainer.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-1"))
-    assert_same(model.state_dict(), expected)
+    assert_same(model.state_dict(), plain)
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": policies.save_matmuls}, {"plan": {"**.mlp": Save()}}], ids=str)
-def test_a_model_that_was_enabled_before_needs_no_patch(tmp_path, options):
-    expected, _ = train(llama(), tmp_path)
+def test_a_model_that_was_enabled_before_needs_no_patch(tmp_path, plain, options):
     model = llama()
     with enable(model, **options):
         found, layers = train(model, tmp_path)
-    assert_same(found, expected)
+    assert_same(found, plain)
     assert (layers.runs, layers.replays) == (2 * 2 * 2, 2 * 2)
 
 
-def test_a_decided_model_is_trained(tmp_path):
-    expected, _ = train(llama(), tmp_path)
+def test_a_decided_model_is_trained(tmp_path, plain):
     model = llama()
     with recollect.apply(model, {"model.layers.*": recollect.Recompute()}):
         found, layers = train(model, tmp_path)
-    assert_same(found, expected)
+    assert_same(found, plain)
     assert (layers.runs, layers.replays) == (2 * 2 * 2, 2 * 2)
