@@ -293,6 +293,14 @@ def test_types_stand_for_their_subclasses_too():
     }
 
 
+def test_the_class_of_a_decided_module_stands_for_all_of_its_kind():
+    model = made(Model)
+    recollect.apply(model, {"layers.0": Recompute()})
+    recollect.apply(made(Model), {type(model.layers[0]): Recompute()})
+    with pytest.raises(ValueError, match=r"layers\.0 is decided already"):
+        recollect.apply(model, {type(model.layers[0]): Recompute()})
+
+
 def test_a_function_decides():
     asked = []
 
@@ -691,6 +699,25 @@ def test_keyword_arguments():
         assert_equal(run(model, leaf(3, 4), mask=mask), run(plain, leaf(3, 4), mask=mask))
         with pytest.raises(TypeError, match="unexpected keyword argument 'maks'"):
             model(leaf(3, 4), maks=mask)
+
+
+def test_two_models_with_the_same_names_learn_nothing_of_each_other():
+    class Order(Counted):
+        def __init__(self, first):
+            super().__init__()
+            self.part, self.first = Part(), first
+
+        def compute(self, x):
+            return self.part(x).sin().exp() if self.first else self.part(x.sin().exp())
+
+    # Whether a replay comes to what a part gives is remembered: in one model none does, in the other each does.
+    for first in (False, True):
+        model = made(nn.Sequential, Order(first))
+        with recollect.apply(model, {"0": Recompute(), "0.part": Save()}):
+            for _ in range(2):
+                RUNS.clear()
+                run(model, leaf(3, 4))
+                assert RUNS["0.part"] == 1
 
 
 def test_tied_weights():

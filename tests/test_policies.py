@@ -957,6 +957,50 @@ def test_a_change_in_an_inner_region_is_never_silently_wrong(function):
     assert right_or_refused(lambda *_: inside(save_ops(aten.mm)), x, w, expected=expected)
 
 
+@pytest.mark.parametrize("around", ["nothing", "a region", "a region with a policy", *HOOKS])
+def test_what_a_ready_made_policy_keeps_may_be_changed_anywhere(around):
+    """In the region it is copied first; where that is not possible, it is computed again."""
+
+    def called(function, x, w):
+        if around in HOOKS:
+            with HOOKS[around]():
+                return checkpoint(function, x, w, policy=policies.save_matmuls)
+        return checkpoint(function, x, w, policy=policies.save_matmuls)
+
+    def after(x, w):
+        y = called(lambda x, w: x.sin() @ w, x, w)
+        y.add_(x)
+        return y.sin()
+
+    def after_plainly(x, w):
+        y = x.sin() @ w
+        y.add_(x)
+        return y.sin()
+
+    for function, plain in [(functools.partial(called, one), one) for one in CHANGES] + [(after, after_plainly)]:
+        x, w = matrices()
+        expected = grad_of(plain(x.tanh(), w).sin(), x, w)
+        whole = lambda x, w, function=function: function(x.tanh(), w).sin()  # noqa: E731
+        if around.startswith("a region"):
+            policy = policies.save_matmuls if around.endswith("policy") else None
+            y = checkpoint(whole, x, w, policy=policy, early_stop=False)
+        else:
+            y = whole(x, w)
+        assert_equal([grad_of(y, x, w, retain_graph=True) for _ in range(2)], [expected] * 2)
+
+
+def test_memory_that_has_yet_to_be_written_is_not_kept():
+    def function(x, w):
+        return F.dropout(x.sin() @ w, 0.4).tanh()
+
+    for policy in (lambda op, ctx: Save(), save_ops(aten.empty_like, aten.mm, aten.bernoulli_)):
+        x, w = matrices()
+        torch.manual_seed(1)
+        expected = grad_of(function(x, w), x, w)
+        torch.manual_seed(1)
+        assert_equal(grad_of(checkpoint(function, x, w, policy=policy), x, w), expected)
+
+
 @ways
 def test_another_shape_in_place_is_no_change_of_the_values(options):
     def function(x, w):

@@ -160,12 +160,12 @@ class DecidedModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
-        kind = type(self)
+        kind: Any = type(self)
         if not _is_decided(kind) or not isinstance(made, tuple):
             return made
         # Who unpickles makes the module from its own class, and decides it there. Its state comes later, if at all.
         function, args, *rest = made
-        own = _own_class(kind)
+        own = own_class(kind)
         args = tuple(own if one is kind else one for one in args)
         return _made_and_decided, (self.__dict__.get(_KEY), own if function is kind else function, args), *rest
 
@@ -262,9 +262,9 @@ def _run_watched(
 _classes: weakref.WeakValueDictionary[type[Module], type[Module]] = weakref.WeakValueDictionary()
 
 
-def _own_class(decided: type) -> type[Module]:
-    """The class that a module had before it was decided."""
-    own: type[Module] = decided.__bases__[1]
+def own_class(kind: type[Module]) -> type[Module]:
+    """The class that a module had before it was decided, if `kind` is one of those made here."""
+    own: type[Module] = kind.__bases__[1] if _is_decided(kind) else kind
     return own
 
 
@@ -390,7 +390,7 @@ def take_off(module: Module) -> None:
     decided: Decided | None = module.__dict__.pop(_KEY, None)
     kind = type(module)
     if _is_decided(kind):
-        object.__setattr__(module, "__class__", _own_class(kind))
+        object.__setattr__(module, "__class__", own_class(kind))
     elif _is_parametrized(module) and _is_decided(kind.__bases__[0]) and not (decided is None or decided.is_copied):
-        kind.__bases__ = (_own_class(kind.__bases__[0]),)
+        kind.__bases__ = (own_class(kind.__bases__[0]),)
     # Else a class that others derived from ours stays: without a decision it does nothing.

@@ -25,6 +25,7 @@ from recollect._decided import (
     is_decided_by,
     is_lazy,
     look_at_places,
+    own_class,
     take_off,
     why_not,
 )
@@ -84,7 +85,7 @@ def _entries(decisions: Mapping[Any, Any]) -> Iterator[tuple[Any, Callable[[_Fou
         if isinstance(key, str):
             yield key, _by_name(key), Entry(repr(key), decision)
         elif isinstance(key, type) and issubclass(key, Module):
-            yield key, _by_class(key), Entry(key.__name__, decision)
+            yield key, _by_class(own_class(key)), Entry(key.__name__, decision)
         else:
             raise TypeError(
                 f"decisions takes patterns over module names (strings) or subclasses of torch.nn.Module as keys, got "
