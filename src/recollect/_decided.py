@@ -290,7 +290,7 @@ def _kind_over(kind: Any) -> Any:
 
     def passes(self: type, instance: Any) -> bool:
         if _is_decided(self):
-            return isinstance(instance, _own_class(self))
+            return isinstance(instance, own_class(self))
         is_one: bool = kind.__instancecheck__(self, instance)
         return is_one
 
