@@ -208,12 +208,11 @@ def _run_compiled(
     context_fn: ContextFn,
 ) -> Any:
     """What Dynamo reads in the place of an engine."""
-    if "values" in (determinism_check, _Overrides.check):
-        _compile.say("values")
+    cannot = ("values",) if "values" in (determinism_check, _Overrides.check) else ()
     if debug:
-        _compile.say("debug")
+        cannot = (*cannot, "debug")
     contexts = None if _is_default(context_fn) else context_fn
-    return _compile.run(function, args, kwargs, policy=policy, context_fn=contexts)
+    return _compile.run(function, args, kwargs, policy=policy, context_fn=contexts, cannot=cannot)
 
 
 def _run_reentrant(
