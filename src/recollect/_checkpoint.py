@@ -226,12 +226,11 @@ def _run_compiled(
     has_parts: bool = False,
 ) -> Any:
     """What Dynamo reads in the place of an engine."""
-    if "values" in (determinism_check, _Overrides.check):
-        _compile.say("values")
+    cannot = ("values",) if "values" in (determinism_check, _Overrides.check) else ()
     if debug:
-        _compile.say("debug")
+        cannot = (*cannot, "debug")
     contexts = context_fn if gives_contexts(context_fn) else None
-    return _compile.run(function, args, kwargs, policy=policy, context_fn=contexts, has_parts=has_parts)
+    return _compile.run(function, args, kwargs, policy=policy, context_fn=contexts, needs_tags=has_parts, cannot=cannot)
 
 
 def _run_reentrant(

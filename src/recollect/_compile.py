@@ -14,16 +14,16 @@ The rule that the rest of the package keeps: the compiler never traces the engin
 meets as a call (after a graph break, in a hook of autograd, in a dispatch mode) is run as it is, with all that it
 calls. So a graph break inside a region leads to the eager engine.
 
-What this is not: an engine. What the compiler cannot do (offload, comparing values) is said once (`say`).
+What this is not: an engine. What the compiler cannot do (offload, comparing values) is said once (`_say`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import warnings
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.utils.checkpoint
@@ -59,7 +59,7 @@ from recollect._torch import (
     never_begin_in,
     stock_names,
 )
-from recollect.policy import Decision, Offload, Operators, Policy, Question, Recompute, as_policy
+from recollect.policy import Decision, Offload, Policy, Question, Recompute, Save, as_policy
 
 # --- For Dynamo to read ---
 
@@ -71,9 +71,14 @@ def run(
     *,
     policy: Any = None,
     context_fn: Callable[[], Any] | None = None,
-    has_parts: bool = False,
+    needs_tags: bool = False,
+    cannot: tuple[str, ...] = (),
 ) -> Any:
-    """Call `function` as a region of the compiler; `has_parts` if there may be some with decisions of their own."""
+    """Call `function` as a region of the compiler.
+
+    It `needs_tags` if parts of it are decided without a policy. What the compiler `cannot` do is said when it compiles
+    the region, and not if it breaks its graph in there and leaves it to the eager engine, which can.
+    """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
 
@@ -81,12 +86,16 @@ def run(
         return function(*args, **kwargs)
 
     called = call if kwargs else function
-    if policy is None and context_fn is None and not has_parts:
-        return torch.utils.checkpoint.checkpoint(called, *args, use_reentrant=False)
-    if ID_IS_GUARDED and policy is not None:
-        id(policy)  # Dynamo compiles anew for another function, also if only what it has closed over is another
-    contexts = functools.partial(_contexts, policy, context_fn)
-    return torch.utils.checkpoint.checkpoint(called, *args, use_reentrant=False, context_fn=contexts)
+    mark = _fresh_mark()
+    with traceback.annotate({mark: _REGION}):
+        # torch.export takes no region without contexts.
+        plain = policy is None and context_fn is None and not cannot
+        if plain and not needs_tags and not torch.compiler.is_exporting():
+            return torch.utils.checkpoint.checkpoint(called, *args, use_reentrant=False)
+        if ID_IS_GUARDED and policy is not None:
+            id(policy)  # Dynamo compiles anew for another function, also if only what it has closed over is another
+        contexts = functools.partial(_contexts, policy, context_fn, mark, cannot)
+        return torch.utils.checkpoint.checkpoint(called, *args, use_reentrant=False, context_fn=contexts)
 
 
 def run_named(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -95,9 +104,12 @@ def run_named(name: str, function: Callable[..., Any], args: tuple[Any, ...], kw
         return function(*args, **kwargs)
 
 
-def run_decided(number: int, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call `function` as a part of a region for which the decision with that number holds, in place of the policy's."""
-    with traceback.annotate({_fresh_mark(): number}):
+def run_kept(decision: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `function` as a part that is kept: "Save" or "Offload", as the classes are called.
+
+    It is kept in a region around it that has a policy or `needs_tags`.
+    """
+    with traceback.annotate({_fresh_mark(): f"{_DECIDED}{decision}"}):
         return function(*args, **kwargs)
 
 
@@ -114,18 +126,10 @@ def run_pinned(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return torch.utils.checkpoint.checkpoint(call, *args, use_reentrant=False, context_fn=_pinning_contexts)
 
 
-# The decisions of modules by number: what Dynamo puts on a node must be a constant.
-_decisions: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-
-
-def number_of(owner: Any) -> int:
-    """A number for what `owner.decision` is, as long as there is an owner."""
-    number = next(_numbers)
-    _decisions[number] = owner
-    return number
-
-
-_MARK = "recollect region "
+# What is noted with the nodes. Marks are numbered as they are made, so those from further in have higher numbers.
+_MARK = "recollect "
+_REGION = "*"  # where a region begins; neither is a name
+_DECIDED = "/"  # followed by a decision
 _PINNED = "recollect pinned"
 _numbers = itertools.count()
 
@@ -135,15 +139,26 @@ def _fresh_mark() -> str:
     return f"{_MARK}{next(_numbers)}"
 
 
+def _number(mark: str) -> int:
+    return int(mark.removeprefix(_MARK))
+
+
+# --- For AOTAutograd to call ---
+
 _said: set[str] = set()
 
 
-@constant_when_traced
-def say(what: str) -> None:
+def _say(what: str) -> None:
     """Warn, once in a process, that the compiler cannot do something that was asked for."""
     if what not in _said:
         _said.add(what)
         warnings.warn(f"{_CANNOT[what]} (said once)", UserWarning, stacklevel=level_of_user_code())
+
+
+@constant_when_traced
+def say(what: str) -> None:
+    """`_say`, for Dynamo to call."""
+    _say(what)
 
 
 _CANNOT = {
@@ -162,20 +177,22 @@ _CANNOT = {
 }
 
 
-# --- For AOTAutograd to call ---
-
-
-def _contexts(policy: Any, context_fn: Callable[[], Any] | None) -> tuple[Any, Any]:
+def _contexts(
+    policy: Any, context_fn: Callable[[], Any] | None, region: str, cannot: tuple[str, ...]
+) -> tuple[Any, Any]:
     """The two dispatch modes that AOTAutograd needs for a policy, for what `context_fn` gives, or for both."""
+    for what in cannot:
+        _say(what)
+    checked = None if policy is None else as_policy(policy)
     if context_fn is None:
-        return _stock_contexts(_Tags(_NOTHING if policy is None else as_policy(policy)))
+        return _stock_contexts(_Tags(checked, region))
     forward, again = _two_modes(context_fn)
-    if policy is None:
+    if checked is None:
         return forward, again
     asked = getattr(forward, "policy_fn", None)
     if asked is None:
         raise _errors.policy_and_contexts(forward)
-    return _stock_contexts(_Tags(as_policy(policy), otherwise=asked))
+    return _stock_contexts(_Tags(checked, region, otherwise=asked))
 
 
 def _pinning_contexts() -> tuple[Any, Any]:
@@ -185,20 +202,19 @@ def _pinning_contexts() -> tuple[Any, Any]:
 def _two_modes(context_fn: Callable[[], Any]) -> tuple[Any, Any]:
     """What `context_fn` gives, as the compiler needs it: of ours, which keep and tag nothing, its own are made."""
     got = context_fn()
-    if (
-        not isinstance(got, (tuple, list))
-        or len(got) != 2
-        or not all(isinstance(one, TorchDispatchMode) for one in got)
-    ):
+    is_pair = isinstance(got, (tuple, list)) and len(got) == 2
+    if not is_pair or not all(isinstance(one, TorchDispatchMode) for one in got):
         raise _errors.not_dispatch_modes(got)
     forward, again = got
-    if not isinstance(forward, caching._CachingTorchDispatchMode):
-        return forward, again
-    may_be_changed = getattr(again, "allow_cache_entry_mutation", False)
-    modes = _stock_contexts(functools.partial(_drop_in_tag, forward.policy_fn), may_be_changed)
-    if hasattr(forward, "ac_graph_id"):  # which region it is, where the compiler has said so already
-        modes[0].ac_graph_id = forward.ac_graph_id
-    return modes
+    if isinstance(forward, caching._CachingTorchDispatchMode):
+        may_be_changed = getattr(again, "allow_cache_entry_mutation", False)
+        ours = forward
+        forward, again = _stock_contexts(functools.partial(_drop_in_tag, ours.policy_fn), may_be_changed)
+        if hasattr(ours, "ac_graph_id"):  # which region it is, where the compiler has said so already
+            forward.ac_graph_id = ours.ac_graph_id
+    if getattr(forward, "ac_graph_id", 0) is None:  # AOTAutograd without Dynamo: nobody says so
+        forward.ac_graph_id = next(_numbers)
+    return forward, again
 
 
 def _stock_contexts(asked: Callable[..., Any], may_be_changed: bool = False) -> tuple[Any, Any]:
@@ -209,16 +225,26 @@ def _stock_contexts(asked: Callable[..., Any], may_be_changed: bool = False) -> 
 
 def _drop_in_tag(asked: Callable[..., Any], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     """The tag for what a drop-in policy answers, with ours or torch's members or a bool."""
-    answer = asked(ctx, op, *args, **kwargs)
-    if isinstance(answer, bool):
-        return answer
-    caching.verdict(answer)  # or it says what a policy may answer
+    with _no_type_error():
+        answer = asked(ctx, op, *args, **kwargs)
+        if isinstance(answer, bool):
+            return answer
+        caching.verdict(answer)  # or it says what a policy may answer
     return _tag(answer.name)
+
+
+@contextlib.contextmanager
+def _no_type_error() -> Iterator[None]:
+    """Torch takes a TypeError in an operator such as `@` for "not implemented"."""
+    try:
+        yield
+    except TypeError as error:
+        raise RuntimeError(str(error)) from error
 
 
 def _tag(name: str) -> Any:
     if name.endswith("OFFLOAD"):
-        say("offload")
+        _say("offload")
         name = "MUST_SAVE"
     return TAGS[name]
 
@@ -228,20 +254,19 @@ def _save_unless_free(op: Any) -> Any:
     return TAGS["MUST_SAVE" if selective.kinds[op].is_kept else "PREFER_RECOMPUTE"]
 
 
-_NOTHING = Operators({}, "nothing")
-
-
 class _Tags:
     """A policy as AOTAutograd asks it: about every operator of one call of a region.
 
     Where both a named region and an operator in it are decided, what is kept is kept: as in the eager engine, a named
-    region that is to be recomputed is an ordinary part of the function.
+    region that is to be recomputed is an ordinary part of the function. In a region inside of this one, that has
+    the word.
     """
 
-    def __init__(self, policy: Policy, otherwise: Callable[..., Any] | None = None) -> None:
+    def __init__(self, policy: Policy | None, region: str, otherwise: Callable[..., Any] | None = None) -> None:
         self._policy = policy
+        self._region = _number(region)
         self._otherwise = otherwise  # a drop-in policy, for what `policy` leaves open
-        self._named: dict[str, Decision | None] = {}  # by mark: each call of a named region is asked about once
+        self._named: dict[int, Decision | None] = {}  # by number: each call of a named region is asked about once
         self._answers: dict[Any, list[Any]] = {}  # in order: torch 2.11 asks again in the replay
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,53 +274,57 @@ class _Tags:
             return self._answers[op].pop(0)
         if is_traced_by_autograd() and not makes_a_graph():  # only to see what comes out: the policy may count calls
             return TAGS["PREFER_RECOMPUTE"]
-        tag = self._decide(ctx, op, args, kwargs)
+        with _no_type_error():
+            tag = self._decide(ctx, op, args, kwargs)
         self._answers.setdefault(op, []).append(tag)
         return tag
 
     def _decide(self, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        marks: dict[str, Any] = traceback.get_current_meta().get("custom", {})
+        meta = traceback.get_current_meta()
+        marks: dict[str, Any] = meta.get("custom", {})
         if _PINNED in marks:
             return _save_unless_free(op)
-        around, path, policy = self._around(marks)
+        inside = {_number(mark): what for mark, what in marks.items() if mark.startswith(_MARK)}
+        inside = {number: inside[number] for number in sorted(inside) if number > self._region}
+        if _REGION in inside.values():
+            return meta.get("recompute") or TAGS["PREFER_RECOMPUTE"]
+        around, path = self._around(inside)
         if around is not None and type(around) is not Recompute:
             if isinstance(around, Offload):
-                say("offload")
+                _say("offload")
             return _save_unless_free(op)
-        kind, decision = selective.kinds[op], None
-        if not kind.is_passed_over(args, kwargs):
-            decision = policy.decide(op, Question(args, kwargs, path))
-        if decision is None and self._otherwise is not None and policy is self._policy:
+        kind = selective.kinds[op]
+        decision = None if kind.is_passed_over(args, kwargs) else self._ask(op, Question(args, kwargs, path))
+        if decision is None and self._otherwise is not None:
             return _drop_in_tag(self._otherwise, ctx, op, *args, **kwargs)
-        if decision is not None:
-            policy.settled = policy.settled or policy.counts(decision)
         if decision is None or not kind.is_kept:
             return TAGS["PREFER_RECOMPUTE" if around is None else "MUST_RECOMPUTE"]
         if type(decision) is Recompute:
             return TAGS["MUST_RECOMPUTE"]
         return _tag("MUST_CPU_OFFLOAD" if isinstance(decision, Offload) else "MUST_SAVE")
 
-    def _around(self, marks: dict[str, Any]) -> tuple[Any, str, Policy]:
-        """What is decided about the innermost part that is decided, the path of named regions, and the policy there.
-
-        A part is a named region, which the policy decides, or a module, which has a decision of its own.
-        """
-        decision, path, policy = None, "", self._policy
-        numbers = sorted(int(mark.removeprefix(_MARK)) for mark in marks if mark.startswith(_MARK))
-        for number in numbers:
-            mark = f"{_MARK}{number}"
-            if isinstance(marks[mark], int):
-                decision, path = _decisions[marks[mark]].decision, ""
-                if type(decision) is Recompute:
-                    policy = decision.policy or _NOTHING
+    def _around(self, marks: dict[int, str]) -> tuple[Decision | None, str]:
+        """What is decided about the innermost part that is decided, and the path of the innermost name."""
+        decision, path = None, ""
+        for number, what in marks.items():
+            if what.startswith(_DECIDED):
+                decision = _DECISIONS[what.removeprefix(_DECIDED)]
                 continue
-            path = f"{path}/{marks[mark]}" if path else marks[mark]
-            if mark not in self._named and policy.decides_names():
-                decided = self._named[mark] = policy.decide(path, Question((), {}, path))
-                if decided is not None:
-                    policy.settled = policy.settled or policy.counts(decided)
-            decision = self._named.get(mark) or decision
-        return decision, path, policy
+            path = f"{path}/{what}" if path else what
+            if number not in self._named and self._policy is not None and self._policy.decides_names():
+                self._named[number] = self._ask(path, Question((), {}, path))
+            decision = self._named.get(number) or decision
+        return decision, path
+
+    def _ask(self, what: Any, question: Question) -> Decision | None:
+        policy = self._policy
+        decision = None if policy is None else policy.decide(what, question)
+        if policy is not None and decision is not None and not policy.settled:
+            policy.settled = policy.counts(decision)
+        return decision
+
+
+_DECISIONS: dict[str, Decision] = {"Save": Save(), "Offload": Offload(), "Recompute": Recompute()}
 
 
 def hand_over(
@@ -316,9 +345,11 @@ def hand_over(
 
 # --- What the compiler runs as it is ---
 
-for _module in (
+# The other files have the functions that a user calls: Dynamo looks into those, or they say for themselves.
+HIDDEN = (
     *(_ambient, _differences, _digest, _errors, _generators, _guards, _inputs, _known, _optimizers, _record, _steps),
     *(_stores, _torch, _verification, _verify),
     *(caching, calls, frame, groups, kept_region, reentrant, replay, scope, selective),
-):
+)
+for _module in HIDDEN:
     never_begin_in(_module)

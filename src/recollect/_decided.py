@@ -60,7 +60,6 @@ class Entry:
     def __init__(self, label: str, decision: Decision) -> None:
         self.label = label
         self.decision = decision
-        self.number = _compile.number_of(self)
         self.settled = False
         self._waiting: set[int] = set()  # the modules that have not been called yet
 
@@ -224,12 +223,13 @@ def _call_compiled(
     if not is_dynamo_compiling():  # it has read this far, and then come to a graph break
         return _call(module, decided, call, args, kwargs)
     decision = decided.entry.decision
-    if decided.is_inside:
-        return _compile.run_decided(decided.entry.number, call, args, kwargs)
     if type(decision) is Recompute:
         context_fn = noop_context_fn if decided.hooked is None else decided.hooked.context_fn
         return run_compiled(call, args, kwargs, decided.options, context_fn, has_parts=decided.has_parts)
-    if type(decision) is Offload:
+    kept = type(decision).__name__
+    if decided.is_inside:
+        return _compile.run_kept(kept, call, args, kwargs)
+    if kept == "Offload":
         _compile.say("offload")
     return call(*args, **kwargs)
 

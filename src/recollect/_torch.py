@@ -233,7 +233,7 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def pop_hooks_of(pack: object) -> None:
     """Pop the innermost hooks if they are those of `pack`: after an interrupt they may not have been pushed."""
-    hooks = top_hooks()
+    hooks = _autograd._top_saved_tensors_default_hooks(True)  # also those that a compiler has put out of action
     if hooks is not None and hooks[0] is pack:
         pop_hooks()
 
@@ -870,7 +870,7 @@ def constant_when_traced(function: _F) -> _F:
 
 # Whether Dynamo, where it reads `id(function)`, compiles anew for another function. Without that it takes two functions
 # with the same code for one (2.11, 2.12).
-ID_IS_GUARDED = torch.__version__ >= (2, 13)  # type: ignore[operator]
+ID_IS_GUARDED: bool = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 
 # What Dynamo does with a Python frame that it comes across, and with the frames inside of that, is noted with the

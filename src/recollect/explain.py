@@ -34,6 +34,7 @@ from recollect._torch import (
     accelerator_module,
     function_nodes,
     is_initialised,
+    never_begin,
     without_torch_function,
 )
 from recollect._watcher import Row, Saving, Watcher, memory_of
@@ -269,6 +270,7 @@ def _random_state(arguments: list[Tensor]) -> RandomState:
     return RandomState.now(tensors)
 
 
+@never_begin
 def explain(
     function: Callable[..., Any], /, *args: Any, policy: PolicyLike | None = None, **kwargs: Any
 ) -> Explanation:

@@ -55,7 +55,7 @@ def region(name: str, function: Callable[P, R]) -> Callable[P, R]:
         raise TypeError(f"name must be a string, got {_errors.describe_value(name)}")
     if not name or "/" in name or "*" in name:
         raise ValueError(f"name must be a part of a path, without '/' and '*', and not empty, got {name!r}")
-    if not callable(function):
+    if not is_dynamo_compiling() and not callable(function):  # Dynamo cannot tell of everything
         raise _errors.not_callable("function", function)
 
     return _Region(name, function)

@@ -73,9 +73,11 @@ def once(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         >>> len(losses)
         1
     """
+    if is_dynamo_compiling():
+        return function(*args, **kwargs)
     if not callable(function):
         raise _errors.not_callable("function", function)
-    result: R = function(*args, **kwargs) if is_dynamo_compiling() else _call(function, args, kwargs)
+    result: R = _call(function, args, kwargs)
     return result
 
 
@@ -97,7 +99,7 @@ def pin(function: Callable[P, R]) -> Callable[P, R]:
         >>> x = torch.randn(4, 8, requires_grad=True)
         >>> recollect.checkpoint(experts, x).sum().backward()
     """
-    if not callable(function):
+    if not is_dynamo_compiling() and not callable(function):
         raise _errors.not_callable("function", function)
 
     @functools.wraps(function)
