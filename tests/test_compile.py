@@ -542,8 +542,8 @@ def test_what_the_compiler_cannot_do_is_said_once(options, said):
     for region in (recollect.remat(block, **options), functools.partial(recollect.checkpoint, block, **options)):
         torch._dynamo.reset()
         _compile._said.clear()
+        compiled = torch.compile(region, backend="aot_eager", fullgraph=True)
         with pytest.warns(UserWarning, match=said) as found:
-            compiled = torch.compile(region, backend="aot_eager", fullgraph=True)
             assert_close(gradients(compiled, x), gradients(block, x))
         assert len(found) == 1
         assert found[0].filename == __file__
@@ -589,3 +589,336 @@ def test_bad_options_are_errors_as_in_eager(options, error, match):
     compiled = torch.compile(lambda x: recollect.checkpoint(block, x, **options), backend="aot_eager")
     with pytest.raises(error, match=match):
         compiled(leaf(4, 8))
+
+
+# --- Graph breaks ---
+
+
+class Watched:
+    """The block, with a graph break inside, and a note of every run whether it is a replay."""
+
+    def __init__(self):
+        self.runs = []
+
+    def __call__(self, x):
+        torch._dynamo.graph_break()
+        self.runs.append(recollect.is_recomputing())
+        return block(x)
+
+
+BROKEN = {
+    "checkpoint": lambda function, x: recollect.checkpoint(function, x),
+    "remat": lambda function, x: recollect.remat(function)(x),
+    "drop-in": lambda function, x: dropin.checkpoint(function, x, use_reentrant=False),
+    "drop-in, reentrant": lambda function, x: dropin.checkpoint(function, x, use_reentrant=True),
+    "with a policy": lambda function, x: recollect.checkpoint(function, x, policy=TANH),
+    "with names": lambda function, x: recollect.checkpoint(function, x, policy=POLICIES["two names"][0]),
+    "nested": lambda function, x: recollect.checkpoint(lambda x: recollect.checkpoint(function, x.sin()), x),
+    "in a named region": lambda function, x: recollect.checkpoint(
+        lambda x: recollect.region("part", function)(x.sin()), x, policy=recollect.by_name({"part": RECOMPUTE})
+    ),
+    "all checks": lambda function, x: recollect.checkpoint(function, x, determinism_check="values", debug=True),
+}
+
+
+@pytest.mark.parametrize("way", BROKEN)
+def test_a_graph_break_inside_leads_to_the_eager_engine(way):
+    watched, x, graphs = Watched(), leaf(4, 8), Graphs()
+
+    def model(x, function):
+        return BROKEN[way](function, x.sin() * 2).cos()
+
+    model(x, watched).sum().backward()
+    expected, expected_runs = x.grad, list(watched.runs)
+    assert True in expected_runs
+    if way == "all checks":  # what is said belongs to regions that are compiled
+        _compile._said.update(("values", "debug"))
+    compiled = graphs.compile(lambda x: model(x, watched), fullgraph=False)
+    for _ in range(3):
+        watched.runs.clear()
+        x.grad = None
+        compiled(x).sum().backward()
+        assert_close([x.grad], [expected])
+        assert watched.runs == expected_runs
+    assert len(graphs.forward) == 2  # what is before it and what is after it
+
+
+def test_a_graph_break_in_what_is_wrapped_and_compiled_as_a_whole():
+    watched, x = Watched(), leaf(4, 8)
+    compiled = torch.compile(recollect.remat(watched), backend="aot_eager")
+    for _ in range(2):
+        assert_close(gradients(compiled, x), gradients(block, x))
+    assert watched.runs == [False, True] * 2
+
+
+def test_a_named_region_with_a_break_outside_of_any_region():
+    def part(x):
+        torch._dynamo.graph_break()
+        return block(x)
+
+    x, graphs = leaf(4, 8), Graphs()
+    compiled = graphs.compile(lambda x: recollect.region("part", part)(x.sin()).cos(), fullgraph=False)
+    assert_close(gradients(compiled, x), gradients(lambda x: block(x.sin()).cos(), x))
+    assert graphs.forward_counts["_softmax"] == 1  # what it calls is compiled for itself
+
+
+def test_a_policy_that_is_made_in_the_compiled_function_is_not_lost():
+    def region(x):
+        return recollect.checkpoint(watched, x, policy=recollect.by_name({"attn": SAVE}))
+
+    watched, x = Watched(), leaf(4, 8)
+    compiled = torch.compile(region, backend="aot_eager")
+    for _ in range(12):  # more than Dynamo compiles anew
+        assert_close(gradients(compiled, x), gradients(block, x))
+    assert watched.runs == [False, True] * 12
+
+
+# --- The engine is never traced ---
+
+
+@pytest.fixture
+def traced():
+    """The functions of recollect that Dynamo has begun to trace at."""
+    found = []
+
+    def note(code, new):
+        if code.co_filename.startswith(ROOT):
+            found.append(code.co_name)
+
+    handle = register_bytecode_hook(note)
+    yield found
+    handle.remove()
+
+
+class Chain(torch.nn.Sequential):  # Dynamo does not begin at a class of torch
+    def forward(self, x):
+        return super().forward(x)
+
+
+MODULE = Chain(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Tanh())
+EAGER = {
+    "plain": lambda function, x: recollect.checkpoint(function, x),
+    "values": lambda function, x: recollect.checkpoint(function, x, determinism_check="values"),
+    "debug": lambda function, x: recollect.checkpoint(function, x, debug=True),
+    "drop-in": lambda function, x: dropin.checkpoint(function, x, use_reentrant=False),
+    "reentrant": lambda function, x: dropin.checkpoint(function, x, use_reentrant=True),
+    "an operator": lambda function, x: recollect.checkpoint(function, x, policy=TANH),
+    "a function": lambda function, x: recollect.checkpoint(function, x, policy=lambda what, ctx: SAVE),
+    "names": lambda function, x: recollect.checkpoint(
+        lambda x: recollect.region("mlp", function)(x).sin(), x, policy=POLICIES["two names"][0]
+    ),
+    "drop-in policy": lambda function, x: dropin.checkpoint(
+        function,
+        x,
+        use_reentrant=False,
+        context_fn=functools.partial(dropin.create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default]),
+    ),
+    "pinned": lambda function, x: recollect.checkpoint(lambda x: recollect.pin(function)(x).sin().exp(), x),
+    "nested": lambda function, x: recollect.checkpoint(lambda x: recollect.checkpoint(function, x.sin()).exp(), x),
+}
+
+
+def grads_of(x):
+    found = [x.grad, *(parameter.grad for parameter in MODULE.parameters())]
+    x.grad = None
+    MODULE.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("way", EAGER)
+def test_a_backward_in_a_compiled_function(way, traced):
+    def step(x):
+        torch._dynamo.graph_break()
+        EAGER[way](disabled, x.sin()).sum().backward()
+
+    disabled = torch._dynamo.disable(MODULE)
+    x = leaf(4, 8)
+    step(x)
+    expected = grads_of(x)
+    compiled = torch.compile(step, backend="aot_eager")
+    for _ in range(2):
+        compiled(x)
+        assert_close(grads_of(x), expected)
+    assert not traced
+
+
+@pytest.mark.parametrize("way", ["plain", "reentrant", "a function", "names"])
+def test_compiled_autograd_with_an_eager_region(way, traced):
+    def step(x):
+        EAGER[way](MODULE, x.sin()).sum().backward()
+
+    x = leaf(4, 8)
+    step(x)
+    expected = grads_of(x)
+    recollect.verify_again()
+    for _ in range(2):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            step(x)
+        assert_close(grads_of(x), expected)
+    assert not traced
+
+
+@pytest.mark.parametrize("way", EAGER)
+@pytest.mark.parametrize("how", ["module.compile()", "torch.compile", "a layer inside"])
+def test_a_region_around_what_is_compiled(way, how, traced):
+    module, x, graphs = Chain(*MODULE), leaf(4, 8), Graphs()
+    EAGER[way](module, x.sin()).sum().backward()
+    expected = grads_of(x)
+    recollect.verify_again()
+    if how == "module.compile()":
+        module.compile(backend=graphs.backend, fullgraph=True)
+    elif how == "torch.compile":
+        module = graphs.compile(module)
+    else:
+        module = Chain(Chain(*MODULE[:2]), *MODULE[2:])
+        module[0].compile(backend=graphs.backend, fullgraph=True)
+    for _ in range(3):
+        EAGER[way](module, x.sin()).sum().backward()
+        assert_close(grads_of(x), expected)
+    assert len(graphs.forward) <= 2  # in the reentrant variant, one without grad mode
+    assert not traced
+
+
+def test_a_compiled_function_in_a_region_after_a_graph_break(traced):
+    inner, graphs, x = Graphs(), Graphs(), leaf(4, 8)
+    compiled_block = inner.compile(block)
+
+    def function(x):
+        torch._dynamo.graph_break()
+        return compiled_block(x.sin())
+
+    compiled = graphs.compile(lambda x: recollect.checkpoint(function, x.sin()), fullgraph=False)
+    for _ in range(2):
+        assert_close(gradients(compiled, x), gradients(lambda x: block(x.sin().sin()), x))
+    assert len(inner.forward) == 1
+    assert not traced
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_compiled_step_of_an_optimizer(optimizer, traced):
+    module, graphs, x = torch.nn.Linear(8, 8), Graphs(), leaf(4, 8)
+    optimize = optimizer(module.parameters(), lr=torch.tensor(0.1))
+    step = graphs.compile(optimize.step, fullgraph=False)
+    for _ in range(4):
+        recollect.checkpoint(lambda x: module(x).tanh(), x).sum().backward()
+        step()
+    assert not traced
+
+
+# --- Contexts, and torch.utils.checkpoint replaced ---
+
+
+def only_tanh(ctx, op, *args, **kwargs):
+    enum = dropin.CheckpointPolicy
+    return enum.MUST_SAVE if op is torch.ops.aten.tanh.default else enum.PREFER_RECOMPUTE
+
+
+def bool_tanh(ctx, op, *args, **kwargs):
+    return op is torch.ops.aten.tanh.default
+
+
+def offloaded_tanh(ctx, op, *args, **kwargs):
+    return dropin.CheckpointPolicy.MUST_CPU_OFFLOAD if op is torch.ops.aten.tanh.default else False
+
+
+CONTEXTS = {
+    "ours": functools.partial(dropin.create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default]),
+    "ours with a function": functools.partial(dropin.create_selective_checkpoint_contexts, only_tanh),
+    "ours with bools": functools.partial(dropin.create_selective_checkpoint_contexts, bool_tanh),
+    "torch's": functools.partial(stock.create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default]),
+    "a function": lambda: dropin.create_selective_checkpoint_contexts(only_tanh, allow_cache_entry_mutation=True),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.parametrize("call", [dropin.checkpoint, recollect.checkpoint])
+def test_a_context_fn_with_two_modes(call, name):
+    x, graphs = leaf(4, 8), Graphs()
+    region = graphs.compile(lambda x: call(block, x, use_reentrant=False, context_fn=CONTEXTS[name]))
+    for _ in range(2):
+        assert_close(gradients(region, x), gradients(block, x))
+    assert graphs.recomputed == kept("tanh")
+    assert len(graphs.forward) == 1
+
+
+def test_a_drop_in_policy_that_offloads():
+    x, graphs = leaf(4, 8), Graphs()
+    contexts = functools.partial(dropin.create_selective_checkpoint_contexts, offloaded_tanh)
+    with pytest.warns(UserWarning, match=r"Offload\(\) becomes Save\(\)"):
+        gradients(graphs.compile(lambda x: dropin.checkpoint(block, x, use_reentrant=False, context_fn=contexts)), x)
+    assert graphs.recomputed == kept("tanh")
+
+
+@pytest.mark.parametrize("got", [(1, 2), (None, None), None, (torch.no_grad(), torch.no_grad()), [3]])
+def test_a_context_fn_with_anything_else(got):
+    def contexts():
+        return got
+
+    compiled = Graphs().compile(lambda x: dropin.checkpoint(block, x, use_reentrant=False, context_fn=contexts))
+    with pytest.raises(Exception, match="must generate a tuple of two `TorchDispatchMode`s") as caught:
+        compiled(leaf(4, 8))
+    assert isinstance(caught.value, AssertionError) or "AssertionError" in str(caught.value)
+
+
+def test_a_policy_and_a_context_fn():
+    x, graphs = leaf(4, 8), Graphs()
+    policy = recollect.save_ops(torch.ops.aten.gelu) | recollect.by_name({"attn": SAVE})
+    region = recollect.remat(block, policy=policy, context_fn=CONTEXTS["ours"])
+    assert_close(gradients(graphs.compile(region), x), gradients(block, x))
+    assert graphs.recomputed == {"silu": 1}
+
+
+@pytest.fixture(params=["checkpoint", "every name"])
+def replaced(request, monkeypatch):
+    """`torch.utils.checkpoint` serves ours."""
+    names = ["checkpoint"] if request.param == "checkpoint" else dropin.__all__
+    for name in names:
+        monkeypatch.setattr(stock, name, getattr(dropin, name))
+    before = dict(vars(stock))
+    yield stock
+    assert vars(stock) == before
+
+
+def test_regions_where_torchs_checkpoint_is_ours(replaced):
+    for region, expected in (
+        (lambda x: replaced.checkpoint(block, x, use_reentrant=False), ALL),
+        (lambda x: replaced.checkpoint(block, x, use_reentrant=False, early_stop=False, debug=False), ALL),
+        (lambda x: replaced.checkpoint(block, x, use_reentrant=False, context_fn=CONTEXTS["ours"]), kept("tanh")),
+        (lambda x: dropin.checkpoint(block, x, use_reentrant=False), ALL),
+        (lambda x: recollect.checkpoint(block, x), ALL),
+        (lambda x: recollect.checkpoint(block, x, policy=POLICIES["a name"][0]), kept("_softmax", "sigmoid")),
+        (recollect.remat(block, policy=TANH), kept("tanh")),
+    ):
+        torch._dynamo.reset()
+        x, graphs = leaf(4, 8), Graphs()
+        compiled = graphs.compile(region)
+        for _ in range(2):
+            assert_close(gradients(compiled, x), gradients(block, x))
+        assert len(graphs.forward) == 1
+        assert graphs.recomputed == expected
+
+
+def test_a_backend_without_autograd_where_torchs_checkpoint_is_ours(replaced):
+    x = leaf(4, 8)
+    compiled = torch.compile(
+        lambda x: replaced.checkpoint(block, x, use_reentrant=False), backend="eager", fullgraph=True
+    )
+    assert_close(gradients(compiled, x), gradients(block, x))
+
+
+def test_a_graph_break_where_torchs_checkpoint_is_ours(replaced):
+    watched, x, graphs = Watched(), leaf(4, 8), Graphs()
+    compiled = graphs.compile(lambda x: replaced.checkpoint(watched, x.sin(), use_reentrant=False), fullgraph=False)
+    for _ in range(2):
+        assert_close(gradients(compiled, x), gradients(lambda x: block(x.sin()), x))
+    assert watched.runs == [False, True] * 2
+
+
+def test_nested_regions_where_torchs_checkpoint_is_ours(replaced):
+    def outer(x):
+        return replaced.checkpoint(block, x.sigmoid(), use_reentrant=False).tanh()
+
+    x, graphs = leaf(4, 8), Graphs()
+    compiled = graphs.compile(lambda x: replaced.checkpoint(outer, x, use_reentrant=False))
+    assert_close(gradients(compiled, x), gradients(outer, x))
+    assert graphs.recomputed == {**ALL, "sigmoid": 2, "tanh": 2}

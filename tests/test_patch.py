@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import inspect
 import pickle
@@ -21,7 +22,7 @@ import torch.utils.checkpoint as stock
 from torch.utils.checkpoint import checkpoint as imported_before
 
 import recollect
-from recollect import dropin, patch_torch
+from recollect import _served, dropin, patch_torch
 from tools import CountOperators, Once, leaf
 
 ORIGINALS = types.MappingProxyType(dict(vars(stock)))
@@ -116,9 +117,18 @@ def test_names_of_torch_that_are_not_ours_stay():
 def test_signatures_are_those_of_torch():
     with patch_torch():
         for name in ("checkpoint", "checkpoint_sequential", "create_selective_checkpoint_contexts"):
-            served = inspect.signature(getattr(stock, name)).parameters
-            assert list(served) == list(inspect.signature(getattr(dropin, name)).parameters)
-            assert set(served) >= set(inspect.signature(ORIGINALS[name]).parameters)
+            torchs = inspect.signature(ORIGINALS[name]).parameters
+            assert list(inspect.signature(getattr(stock, name)).parameters) == list(torchs)
+
+
+def test_a_call_that_is_newer_than_the_drop_in_is_torchs_own(monkeypatch):
+    calls = []
+    monkeypatch.setattr(_served, "_newer", frozenset({"of_later"}))
+    monkeypatch.setattr(_served, "_torchs_checkpoint", lambda *args, **kwargs: calls.append((args, kwargs)))
+    with patch_torch():
+        stock.checkpoint(torch.sin, 1, use_reentrant=False, of_later=3)
+        stock.checkpoint(use_reentrant=False)
+    assert calls == [((torch.sin, 1), {"use_reentrant": False, "of_later": 3}), ((None,), {"use_reentrant": False})]
 
 
 @pytest.mark.parametrize(
@@ -184,6 +194,13 @@ def test_a_module_that_has_left_gets_its_names_back(module_named):
         del sys.modules["leaving"]
         assert is_ours(module.checkpoint)
     assert module.checkpoint is ORIGINALS["checkpoint"]
+
+
+def test_the_module_keeps_its_own_names_under_another_name_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "another_name", stock)
+    with patch_torch():
+        assert dict(vars(stock)) == ORIGINALS
+        assert is_ours(stock.checkpoint)
 
 
 def test_who_imports_from_recollect_keeps_what_he_has(module_named):
@@ -268,6 +285,7 @@ def test_what_is_served_can_be_pickled_under_a_patch_and_after():
         partial = functools.partial(stock.checkpoint, use_reentrant=False)
         assert pickle.loads(pickle.dumps(partial)).func is stock.checkpoint
         assert pickle.loads(pickle.dumps(stock.CheckpointPolicy.MUST_SAVE)) is dropin.CheckpointPolicy.MUST_SAVE
+        assert pickle.loads(pickle.dumps(stock)) is stock  # as those do who can pickle modules
     assert not is_ours(pickle.loads(pickle.dumps(partial)))
 
 
@@ -800,6 +818,38 @@ def test_sharded_modules(process_group):
 
 
 # --- The module API ---
+
+
+def test_the_module_api_gets_the_defaults(monkeypatch):
+    """With a stand-in for `recollect.composable`."""
+    import torch.distributed._composable as package
+
+    original, calls = package.checkpoint, []
+
+    def ours(module, **options):
+        calls.append(options)
+        return module
+
+    ours.state = lambda module: "state"
+    stand_in = types.ModuleType("recollect.composable")
+    stand_in.checkpoint, stand_in.__spec__ = ours, importlib.machinery.ModuleSpec("recollect.composable", None)
+    monkeypatch.setitem(sys.modules, "recollect.composable", stand_in)
+    _served._composable.cache_clear()
+    policy, linear = recollect.save_ops(torch.ops.aten.sin), torch.nn.Linear(3, 3)
+    with patch_torch(early_stop=False, policy=policy):
+        served = package.checkpoint
+        assert served is not original
+        assert served.state(linear) == "state"
+        assert served(linear) is linear
+        served(linear, early_stop=True, context_fn=dropin.create_selective_checkpoint_contexts)
+    _served._composable.cache_clear()
+    assert package.checkpoint is original
+    defaults = {"determinism_check": "default", "debug": False, "preserve_rng_state": True, "use_reentrant": False}
+    contexts = {"context_fn": dropin.create_selective_checkpoint_contexts}
+    assert calls == [
+        {**defaults, "early_stop": False, "policy": policy},
+        {**defaults, "early_stop": True, "policy": None, **contexts},
+    ]
 
 
 def test_composable_checkpoint(module_named):

@@ -15,10 +15,10 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import recollect
-from recollect import CheckpointError, checkpoint, remat
+from recollect import CheckpointError, checkpoint, remat, save_ops
 from tools import Once, garbage_collector_off, leaf
 
 CHECKS = ["first", "values"]
@@ -379,6 +379,87 @@ def run_script(script, **environment):
         env={**os.environ, **environment},
         check=False,
     )
+
+
+# --- Memory without values ---
+
+
+class Junk(TorchDispatchMode):
+    """New memory never holds the same."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "empty" in func.overloadpacket.__name__:
+            self.count += 1
+            result.fill_(self.count)
+        return result
+
+
+class Saves(torch.autograd.Function):
+    """Saves a tensor that backward does not need."""
+
+    @staticmethod
+    def forward(ctx, x, tensor):
+        ctx.save_for_backward(tensor)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def unwritten(x):
+    return torch.empty_like(x)
+
+
+def a_copy(x):
+    return torch.empty_like(x).clone()
+
+
+def a_copy_in_another_order(x):
+    return torch.empty_like(x).t().copy_(torch.empty_like(x))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("make", [unwritten, a_copy, a_copy_in_another_order])
+def test_memory_that_nobody_has_written_is_not_compared(make, check):
+    with Junk() as junk:
+        x = leaf(3, 3)
+        for _ in range(2):
+            checkpoint(lambda x: Saves.apply(x.sin(), make(x)).sin(), x, determinism_check=check).sum().backward()
+    assert junk.count >= 4
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_was_written_to_such_memory_is_compared(check):
+    with Junk() as junk:
+        y = checkpoint(
+            lambda x: Saves.apply(x.sin(), a_copy(x).fill_(junk.count)).sin(), leaf(3), determinism_check=check
+        )
+        with pytest.raises(CheckpointError, match="Recomputed values differ"):
+            y.sum().backward()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_copy_of_such_memory_that_an_inner_region_keeps(check):
+    """Dropout draws into memory that it makes: if the policy wants a copy of that, there is nothing in it yet."""
+    policy = save_ops(torch.ops.aten.empty_like, on_mutation="copy")
+
+    def function(x):
+        return checkpoint(torch.nn.functional.dropout, x.sin(), policy=policy).sin()
+
+    grads = []
+    with Junk():
+        for call in (functools.partial(checkpoint, determinism_check=check), lambda function, x: function(x)):
+            torch.manual_seed(0)
+            x = leaf(3)
+            call(function, x).sum().backward()
+            grads.append(x.grad)
+    assert torch.equal(*grads)
 
 
 # --- What the error says ---

@@ -1,6 +1,6 @@
 """Activation checkpointing for PyTorch that you can trust, see and budget."""
 
-from recollect import policies
+from recollect import composable, policies
 from recollect._checkpoint import checkpoint, remat, verify_again
 from recollect._digest import set_tolerance
 from recollect._engine.named import region
@@ -21,6 +21,7 @@ __all__ = [
     "apply",
     "by_name",
     "checkpoint",
+    "composable",
     "explain",
     "is_recomputing",
     "offload_ops",

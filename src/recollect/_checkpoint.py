@@ -22,7 +22,7 @@ from recollect import _compile, _errors
 from recollect._engine.frame import Options, run_region
 from recollect._engine.reentrant import CheckpointFunction
 from recollect._known import all_known
-from recollect._torch import is_stock_noop_context_fn, is_traced_by_autograd, run_as_it_is
+from recollect._torch import is_stock_noop_context_fn, is_traced_by_autograd, never_begin
 from recollect.policy import Decision, Policy, Question, as_policy
 
 P = ParamSpec("P")
@@ -143,7 +143,7 @@ def gives_contexts(context_fn: ContextFn) -> bool:
     return not (context_fn is noop_context_fn or is_stock_noop_context_fn(context_fn))
 
 
-def _contexts(context_fn: ContextFn) -> Contexts | None:
+def contexts_of(context_fn: ContextFn) -> Contexts | None:
     """What `context_fn` gives, None for the default."""
     if not gives_contexts(context_fn):
         return None
@@ -166,7 +166,7 @@ def refuse_to_run_later(function: Callable[..., Any], result: Any) -> None:
     raise _errors.runs_later(function, type(result).__name__.replace("_", " "))
 
 
-def _refuse_if_it_runs_later(function: Callable[..., Any]) -> None:
+def refuse_if_it_runs_later(function: Callable[..., Any]) -> None:
     """The same at the time of wrapping, for what shows it from outside."""
     called = function.forward if isinstance(function, torch.nn.Module) else function
     for kind, test in (
@@ -178,7 +178,7 @@ def _refuse_if_it_runs_later(function: Callable[..., Any]) -> None:
             raise _errors.runs_later(function, kind)
 
 
-@run_as_it_is
+@never_begin
 def _run(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, context_fn: ContextFn
 ) -> Any:
@@ -188,7 +188,7 @@ def _run(
     if context_fn is not noop_context_fn:
         if is_traced_by_autograd() and gives_contexts(context_fn):
             return _compile.hand_over(function, args, kwargs, context_fn)
-        contexts = _contexts(context_fn)
+        contexts = contexts_of(context_fn)
     if torch.is_grad_enabled():
         result = run_region(function, args, kwargs, overridden(options), contexts)
     else:
@@ -273,7 +273,7 @@ def chosen_variant(use_reentrant: bool | None, *, stacklevel: int) -> bool:
     return bool(use_reentrant)
 
 
-@run_as_it_is
+@never_begin
 def checkpoint(
     function: Callable[..., R],
     *args: Any,
@@ -334,7 +334,7 @@ def checkpoint(
     return result
 
 
-@run_as_it_is
+@never_begin
 def run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -350,8 +350,6 @@ def run(
     stacklevel: int = 2,
 ) -> Any:
     """`checkpoint` with the function's arguments apart, so that no name is taken from them."""
-    if not callable(function):
-        raise _errors.not_callable("function", function)
     if is_dynamo_compiling():  # it has one variant, which is as good as either
         if use_reentrant is None or use_reentrant:
             _check_reentrant(kwargs, context_fn, debug, policy)
@@ -361,6 +359,8 @@ def run(
         return _run_compiled(
             function, args, kwargs, determinism_check, debug=debug, policy=policy, context_fn=context_fn
         )
+    if not callable(function):
+        raise _errors.not_callable("function", function)
     if use_reentrant is not False and chosen_variant(use_reentrant, stacklevel=stacklevel):
         _check_reentrant(kwargs, context_fn, debug, policy)
         return _run_reentrant(function, args, kwargs, preserve_rng_state)
@@ -491,7 +491,7 @@ def remat(
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):
             raise _errors.not_callable("function", function)
-        _refuse_if_it_runs_later(function)
+        refuse_if_it_runs_later(function)
 
         if not isinstance(function, types.FunctionType):
             return _Rematted(function, options, context_fn)

@@ -46,7 +46,7 @@ from recollect import (
     _verification,
     _verify,
 )
-from recollect._engine import caching, frame, groups, kept_region, reentrant, replay, scope, selective
+from recollect._engine import caching, calls, frame, groups, kept_region, reentrant, replay, scope, selective
 from recollect._torch import (
     ID_IS_GUARDED,
     STOCK,
@@ -56,7 +56,7 @@ from recollect._torch import (
     is_traced_by_autograd,
     level_of_user_code,
     makes_a_graph,
-    never_trace,
+    never_begin_in,
     stock_names,
 )
 from recollect.policy import Decision, Offload, Operators, Policy, Question, Recompute, as_policy
@@ -319,6 +319,6 @@ def hand_over(
 for _module in (
     *(_ambient, _differences, _digest, _errors, _generators, _guards, _inputs, _known, _optimizers, _record, _steps),
     *(_stores, _torch, _verification, _verify),
-    *(caching, frame, groups, kept_region, reentrant, replay, scope, selective),
+    *(caching, calls, frame, groups, kept_region, reentrant, replay, scope, selective),
 ):
-    never_trace(_module)
+    never_begin_in(_module)

@@ -26,27 +26,26 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
 from recollect import _compile, _errors
-from recollect._checkpoint import RUN_LATER, overridden, refuse_to_run_later, run_compiled
+from recollect._checkpoint import RUN_LATER, noop_context_fn, overridden, refuse_to_run_later, run_compiled
 from recollect._engine.frame import Options, run_region
 from recollect._engine.kept_region import call_on_host
 from recollect._engine.named import call_part
 from recollect._engine.scope import Scope, here
 from recollect._inputs import find_tensors, is_parameter
-from recollect._torch import level_of_user_code, never_trace, run_as_it_is, storage_key
+from recollect._torch import level_of_user_code, never_begin, storage_key
 from recollect.policy import Decision, Offload, Recompute
 
 _KEY = "_recollect_decided"
@@ -98,13 +97,26 @@ def _settled_entry(label: str, decision: Decision) -> Entry:
     return entry
 
 
+class Hooked(Protocol):
+    """What knows of a module whose regions its hooks begin. The compiler has no place for a region that begins so."""
+
+    is_enabled: bool
+    context_fn: Callable[[], Any]
+
+
 class Decided:
     """What was decided for a module."""
 
-    __slots__ = ("entry", "has_parts", "is_copied", "is_inside", "name", "options")
+    __slots__ = ("entry", "has_parts", "hooked", "is_copied", "is_inside", "name", "options")
 
     def __init__(
-        self, name: str, entry: Entry, options: Options, is_inside: bool = False, has_parts: bool = False
+        self,
+        name: str,
+        entry: Entry,
+        options: Options,
+        is_inside: bool = False,
+        has_parts: bool = False,
+        hooked: Hooked | None = None,
     ) -> None:
         self.name = name
         self.entry = entry
@@ -112,18 +124,21 @@ class Decided:
         # For the compiler, which cannot ask what is around a module when it is called.
         self.is_inside = is_inside  # of one that is recomputed
         self.has_parts = has_parts  # which are decided themselves
+        self.hooked = hooked  # where hooks begin the regions, but for those of the compiler
         self.is_copied = False  # whether a copy of the module may have the same class
 
     def __deepcopy__(self, memo: Any) -> Decided:
         self.is_copied = True
-        return Decided(*self._values())
+        twin = Decided(*self._values())
+        twin.hooked = copy.deepcopy(self.hooked, memo)
+        return twin
 
     def __reduce__(self) -> Any:
         return Decided, self._values()
 
     def _values(self) -> tuple[Any, ...]:
-        """None of them ever changes: a copy shares them, and its policy is asked as it is."""
-        return (self.name, self.entry, self.options, self.is_inside, self.has_parts)
+        """None but the last ever changes: a copy shares them, and its policy is asked as it is."""
+        return (self.name, self.entry, self.options, self.is_inside, self.has_parts, self.hooked)
 
 
 class DecidedModule:
@@ -132,32 +147,16 @@ class DecidedModule:
     def __init_subclass__(cls) -> None:
         """Keep what the module's own class does for its subclasses from happening: this is none."""
 
-    @run_as_it_is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super().__call__  # type: ignore[misc]
         decided: Decided | None = self.__dict__.get(_KEY)
         if decided is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        if is_dynamo_compiling():
-            return _call_compiled(decided, call, args, kwargs)
-        scope = here.scope
-        if scope is not None:
-            return _call_in_region(self, decided, scope, call, args, kwargs)  # type: ignore[arg-type]
-        entry = decided.entry
-        if type(entry.decision) is Recompute:
-            options = overridden(decided.options)
-            if entry.settled:
-                result = run_region(call, args, kwargs, options)
-            else:
-                result = _run_watched(self, entry, call, args, kwargs, options)  # type: ignore[arg-type]
-            if isinstance(result, RUN_LATER):
-                refuse_to_run_later(call, result)
-            return result
-        if type(entry.decision) is Offload:
-            return call_on_host(decided.name, call, args, kwargs)
-        if not entry.settled:
-            entry.was_of_no_use(self, "where it is called nothing is recomputed")  # type: ignore[arg-type]
-        return call(*args, **kwargs)
+        hooked, compiling = decided.hooked, is_dynamo_compiling()
+        if hooked is not None and not (compiling and hooked.is_enabled):
+            return call(*args, **kwargs)
+        run = _call_compiled if compiling else _call
+        return run(self, decided, call, args, kwargs)  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         made = super().__reduce_ex__(protocol)
@@ -166,9 +165,33 @@ class DecidedModule:
             return made
         # Who unpickles makes the module from its own class, and decides it there. Its state comes later, if at all.
         function, args, *rest = made
-        own, decided = _own_class(kind), self.__dict__.get(_KEY)
-        function, args = own if function is kind else function, tuple(own if one is kind else one for one in args)
-        return (function, args, *rest) if decided is None else (_made_and_decided, (decided, function, args), *rest)
+        own = _own_class(kind)
+        args = tuple(own if one is kind else one for one in args)
+        return _made_and_decided, (self.__dict__.get(_KEY), own if function is kind else function, args), *rest
+
+
+@never_begin
+def _call(
+    module: Module, decided: Decided, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    scope = here.scope
+    if scope is not None:
+        return _call_in_region(module, decided, scope, call, args, kwargs)
+    entry = decided.entry
+    if type(entry.decision) is Recompute:
+        options = overridden(decided.options)
+        if entry.settled:
+            result = run_region(call, args, kwargs, options)
+        else:
+            result = _run_watched(module, entry, call, args, kwargs, options)
+        if isinstance(result, RUN_LATER):
+            refuse_to_run_later(call, result)
+        return result
+    if type(entry.decision) is Offload:
+        return call_on_host(decided.name, call, args, kwargs)
+    if not entry.settled:
+        entry.was_of_no_use(module, "where it is called nothing is recomputed")
+    return call(*args, **kwargs)
 
 
 def _call_in_region(
@@ -193,13 +216,19 @@ def _call_in_region(
     return call_part(scope, decided.name, decision, call, args, kwargs, options=overridden(decided.options))
 
 
-def _call_compiled(decided: Decided, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@never_begin  # where it would begin here
+def _call_compiled(
+    module: Module, decided: Decided, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """What Dynamo reads: it knows no scopes, so that what is around the module is taken from its place in the model."""
+    if not is_dynamo_compiling():  # it has read this far, and then come to a graph break
+        return _call(module, decided, call, args, kwargs)
     decision = decided.entry.decision
     if decided.is_inside:
         return _compile.run_decided(decided.entry.number, call, args, kwargs)
     if type(decision) is Recompute:
-        return run_compiled(call, args, kwargs, decided.options, has_parts=decided.has_parts)
+        context_fn = noop_context_fn if decided.hooked is None else decided.hooked.context_fn
+        return run_compiled(call, args, kwargs, decided.options, context_fn, has_parts=decided.has_parts)
     if type(decision) is Offload:
         _compile.say("offload")
     return call(*args, **kwargs)
@@ -277,9 +306,9 @@ def _deepcopy(module: Module, memo: Any) -> Any:
     return made
 
 
-def _made_and_decided(decided: Decided, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _made_and_decided(decided: Decided | None, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     made = make(*args)
-    if isinstance(made, Module):
+    if decided is not None and isinstance(made, Module):  # None: a part of a decided Sequential, `model[:2]`
         install(made, decided)
     return made
 
@@ -315,11 +344,11 @@ def install(module: Module, decided: Decided) -> None:
     module.__dict__[_KEY] = decided
 
 
-def why_not(module: Module) -> str | None:
-    """Why a module cannot be decided, in words, if it cannot."""
+def why_not(module: Module, *, may_be_lazy: bool) -> str | None:
+    """Why a module cannot be decided, in words, if it cannot; `may_be_lazy` if some module of the model is."""
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a scripted module, whose calls do not come through Python. Decide for the module around it"
-    if any(map(is_lazy, module.parameters())) or any(map(is_lazy, module.buffers())):
+    if may_be_lazy and any(map(is_lazy, module.modules())):
         return "it has lazy parameters, which the first call makes. Call the model once, and decide then"
     return None
 
@@ -338,6 +367,11 @@ def look_at_places(model: Module) -> None:
                 decided.is_inside = outer.has_parts = True
         if type(decided.entry.decision) is Recompute:
             recomputed[name] = decided
+
+
+def is_lazy(module: Module) -> bool:
+    """Whether the first call is yet to make the module's parameters, and maybe to change its class."""
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def decided_of(module: Module) -> Decided | None:
@@ -360,6 +394,3 @@ def take_off(module: Module) -> None:
     elif _is_parametrized(module) and _is_decided(kind.__bases__[0]) and not (decided is None or decided.is_copied):
         kind.__bases__ = (_own_class(kind.__bases__[0]),)
     # Else a class that others derived from ours stays: without a decision it does nothing.
-
-
-never_trace(sys.modules[__name__])

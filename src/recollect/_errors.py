@@ -75,6 +75,8 @@ def _label_and_code(function: Callable[..., Any]) -> tuple[str, Any]:
         inner = getattr(owner, "forward", inner)
     elif isinstance(owner, Module) and inner.__name__ in (Module.__call__.__name__, "__call__"):
         inner = owner
+    if not hasattr(inner, "__code__") and callable(getattr(inner, "__wrapped__", None)):
+        return _label_and_code(inner.__wrapped__)
     label = getattr(inner, "__qualname__", None) or type(inner).__name__
     kind: Any = type(inner)
     runs = inner if hasattr(inner, "__code__") else getattr(kind, "forward", kind.__call__)
@@ -124,8 +126,9 @@ def not_a_bool(argument: str, value: object, or_else: str | None = None) -> Type
     return TypeError(f"{argument} must be {allowed}, got {describe_value(value)}")
 
 
-def unexpected_keywords(names: Sequence[str]) -> ValueError:
-    return ValueError("Unexpected keyword arguments: " + ",".join(names))
+def unexpected_keywords(names: Sequence[str], allowed: Sequence[str] = ()) -> ValueError:
+    instead = f". What is taken: {', '.join(allowed)}" if allowed else ""
+    return ValueError("Unexpected keyword arguments: " + ",".join(names) + instead)
 
 
 def unknown_option(function: str, name: str, allowed: Sequence[str]) -> TypeError:
@@ -488,6 +491,64 @@ def not_in_reentrant(function: str) -> RuntimeError:
     return RuntimeError(
         f"{function} is pinned, or to run once, inside a region of the reentrant variant, which remembers nothing from "
         "its forward. Pass use_reentrant=False, or ask recollect.is_recomputing()"
+    )
+
+
+# --- Modules that are checkpointed in place ---
+
+
+def not_a_module(what: str, value: object, *, lists: bool) -> TypeError:
+    allowed = "a torch.nn.Module or a list of them" if lists else "a torch.nn.Module"
+    return TypeError(f"{what} must be {allowed}, got {describe_value(value)}")
+
+
+def not_in_composable() -> NotImplementedError:
+    return NotImplementedError(
+        "use_reentrant=True is not supported in composable checkpoint. Please use torch.utils.checkpoint.checkpoint "
+        "instead. (recollect.dropin.checkpoint has it too.)"
+    )
+
+
+def applied_twice(name: str, module: object) -> AssertionError:
+    return AssertionError(
+        "Each distinct composable distributed API can only be applied to a module once. "
+        f"{name} has already been applied to the following module:\n{module}"
+    )
+
+
+def not_applied(name: str, module: object) -> ValueError:
+    return ValueError(f"module must be one that {name} was applied to; it has not been applied to this one:\n{module}")
+
+
+def other_number_of_modules(name: str, given: int, returned: int) -> AssertionError:
+    return AssertionError(
+        f"{name} must return as many modules as it was given (or None, which means these): it was given {given} and "
+        f"returned {returned}. A module inside of another one in the list is not counted"
+    )
+
+
+def names_changed(kind: str, before: Sequence[str], after: Sequence[str]) -> RuntimeError:
+    lines = [f"Checking {kind}: Composable distributed API implementations cannot modify FQNs."]
+    missing = [name for name in before if name not in after]
+    new = [name for name in after if name not in before]
+    if missing:
+        lines.append(f"What is missing: {', '.join(map(repr, missing))}")
+    if new:
+        lines.append(f"What is new: {', '.join(map(repr, new))}")
+    then, now = ([name for name in one if name in before and name in after] for one in (before, after))
+    if then != now:
+        moved = [name for name, other in zip(then, now, strict=True) if name != other]
+        lines.append(
+            f"What changed its order: {', '.join(map(repr, moved))}. (They cannot modify the order of FQNs either.)"
+        )
+    return RuntimeError("\n".join(lines))
+
+
+def plain_tensor_changed(tensor: Tensor, node: object) -> RuntimeError:
+    operator = f"that {_node_name(node)} saved " if node is not None else ""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: the tensor "
+        f"{operator}({describe_tensor(tensor)})"
     )
 
 

@@ -24,7 +24,7 @@ from recollect._digest import copies, overwrite
 from recollect._inputs import versions_of
 from recollect._known import Known
 from recollect._record import Recorder
-from recollect._torch import OperatorMode, own_tensors, put_versions, storage_key, without_torch_function
+from recollect._torch import OperatorMode, own_tensors, parameter_of, put_versions, storage_key, without_torch_function
 
 Undo = Any
 
@@ -210,7 +210,7 @@ class Leaves:
         elif self._known.reads:
             read = [reference() for reference in self._known.reads]
             homes = [(module(), name) for module, name in self._known.homes]
-            self._at_home = [None if module is None else getattr(module, name, None) for module, name in homes]
+            self._at_home = [None if module is None else parameter_of(module, name) for module, name in homes]
         changed = () if record is None else record.changed
         leaves = {id(leaf): leaf for leaf in self.by_slot.values() if storage_key(leaf) not in changed}
         others = {}
@@ -273,7 +273,7 @@ class Leaves:
         """A parameter of a module in whose place another one stands now, and that one."""
         for (module, name), then in zip(self._known.homes, self._at_home, strict=False):
             owner = module()
-            now = None if owner is None else getattr(owner, name, None)
+            now = None if owner is None else parameter_of(owner, name)
             if then is not None and owner is not None and now is not then:
                 return then, now
         return None

@@ -18,6 +18,7 @@ Knows nothing of torch or of checkpointing.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -46,8 +47,9 @@ class _Served:
             raise AttributeError(f"module {module.__name__!r} has no attribute {self.name!r}") from None
         if value is not self.original or not self.serving.is_on:
             return value
-        asking = sys._getframe(1).f_globals.get("__name__")
-        return self.original if self.serving.is_exempt(asking) else self.other
+        asking = sys._getframe().f_back  # None where it is asked from C alone
+        is_exempt = asking is not None and self.serving.is_exempt(asking.f_globals.get("__name__"))
+        return self.original if is_exempt else self.other
 
     # What is written goes to the dict, where it holds for everybody. That ours is put back by somebody who had put
     # his own in between means that he is done.
@@ -62,6 +64,10 @@ class _Served:
 SERVE = _Served.__get__
 
 
+def _reduce_module(module: types.ModuleType) -> tuple[Any, tuple[str]]:
+    return importlib.import_module, (module.__name__,)
+
+
 class Serving:
     """A module that hands out `others` instead of what it has under these names, until `stop`.
 
@@ -72,9 +78,11 @@ class Serving:
         self.module, self.is_exempt, self.is_on = module, is_exempt, True
         present = vars(module)
         self.originals = {name: present[name] for name in others if name in present}
+        names: dict[str, Any]
         names = {name: _Served(self, name, value, others[name]) for name, value in self.originals.items()}
         self._class_before = type(module)
-        self._class = type("module", (self._class_before,), names)
+        # Those who pickle modules, as cloudpickle does, know them by their exact class.
+        self._class = type("module", (self._class_before,), names | {"__reduce__": _reduce_module})
         module.__class__ = self._class
 
     def stop(self) -> list[str]:
@@ -141,12 +149,12 @@ class Rebound:
 
     def stop(self) -> list[str]:
         """Put all back; returns the names that somebody else has bound meanwhile, which stay as they are."""
-        theirs = []
+        theirs, others = [], {id(other) for _, other in self._pairs}
         for place, other in self._places:
-            now = _dict_of(place.owner).get(place.name, place.value)
-            if now is other:
+            now = place._replace(value=_dict_of(place.owner).get(place.name, place.value))
+            if now.value is other:
                 _bind(place.owner, place.name, place.value)
-            elif now is not place.value:
+            elif now.value is not place.value and id(now.held) not in others:
                 theirs.append(str(place))
         # Those that were bound while this was in force, as in modules that were imported meanwhile.
         backwards = [(other, one) for one, other in self._pairs]

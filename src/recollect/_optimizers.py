@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from recollect._torch import never_look_into
+
 
 class Steps:
     """The steps of all optimizers of this process."""
@@ -28,6 +30,7 @@ _last: dict[int, int] = {}
 _references: dict[int, weakref.ref[Tensor]] = {}
 
 
+@never_look_into  # a compiled step would be compiled anew each time, because of the number
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     Steps.count += 1
     number = Steps.count

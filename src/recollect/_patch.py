@@ -15,13 +15,13 @@ from recollect import _errors
 from recollect._checkpoint import PolicyLike, checked_options
 from recollect._names import SERVE, Rebound, Serving
 from recollect._served import Defaults, served, set_defaults
-from recollect._torch import level_of_user_code, not_compiled
+from recollect._torch import level_of_user_code, never_begin
 
 # The packages of the compiler that know torch's own modes and verdicts by identity: they get the originals. Not
 # torch._dynamo, which traces user code and has to see the names that user code sees.
 _COMPILERS = ("torch._functorch.", "torch._higher_order_ops.", "torch._inductor.")
 # It looks at the frame that asks, which must be the one that Python has.
-not_compiled(SERVE)
+never_begin(SERVE)
 
 _OPTION_NAMES = ("reentrant", "determinism_check", "debug", "early_stop", "preserve_rng_state", "policy")
 

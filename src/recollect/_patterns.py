@@ -8,35 +8,35 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 
 class ModulePattern:
     """A pattern, checked when it is made."""
 
     def __init__(self, text: str) -> None:
-        self._parts = tuple(text.split(".")) if text else ()
-        for part in self._parts:
+        parts = text.split(".") if text else []
+        for part in parts:
             if not part or ("**" in part and part != "**"):
                 raise ValueError(
                     f"a pattern over module names is made of parts with dots between them, such as 'layers.*.attn', "
                     f"where '**' is a part by itself, got {text!r}"
                 )
+        self._parts = [None if part == "**" else re.compile(fnmatch.translate(part)).match for part in parts]
 
     def matches(self, name: str) -> bool:
-        return _match(self._parts, tuple(name.split(".")) if name else ())
+        return _match(self._parts, name.split(".") if name else [])
 
 
-@functools.lru_cache(maxsize=4096)
-def _match(pattern: tuple[str, ...], name: tuple[str, ...]) -> bool:
-    if not pattern:
-        return not name
-    first, rest = pattern[0], pattern[1:]
-    if first == "**":
-        return any(_match(rest, name[skipped:]) for skipped in range(len(name) + 1))
-    return bool(name) and fnmatch.fnmatchcase(name[0], first) and _match(rest, name[1:])
+def _match(pattern: Sequence[Callable[[str], object] | None], name: list[str]) -> bool:
+    for place, part in enumerate(pattern):
+        if part is None:
+            rest = pattern[place + 1 :]
+            return any(_match(rest, name[skipped:]) for skipped in range(place, len(name) + 1))
+        if place == len(name) or not part(name[place]):
+            return False
+    return len(name) == len(pattern)
 
 
 def close_names(wanted: str, names: Iterable[str]) -> list[str]:

@@ -32,6 +32,7 @@ from recollect._torch import (
     OperatorMode,
     called_module,
     changes_arguments,
+    copied_argument,
     dropout_argument,
     gives_more,
     gives_views,
@@ -119,6 +120,7 @@ class Recorder(OperatorMode):
         super().__init__()
         self.ignored = ignored  # memory that the function changes, and on which nothing depends
         self.called_from = call_site(sys._getframe(1))
+        self.call = 0  # the identity of the Python frame where the region begins, if it is a module's own call
         self.paused = False
         self._is_within = False  # an operator: it may be entered twice, above the modes of a part (`_engine/named.py`)
         self.muted = 0  # within a part that a replay does not run: its operators are left out
@@ -240,7 +242,7 @@ class Recorder(OperatorMode):
         with without_any_torch_function():
             tensors = list(_tensors((result,)))
             self._made.update(key for key in map(storage_key, tensors) if key not in memory)
-            self._look_at_results(func, tensors)
+            self._look_at_results(func, args, tensors)
             if not muted:
                 results = tuple(Result(signature(one), *self._values(func, one)) for one in tensors)
                 self.steps[place] = self.steps[place]._replace(results=results)
@@ -259,7 +261,7 @@ class Recorder(OperatorMode):
             with without_any_torch_function():
                 if self._unknown:
                     self._unknown -= {storage_key(one) for one in self._targets(func, args, kwargs)}
-                self._look_at_results(func, list(_tensors((result,))))
+                self._look_at_results(func, args, list(_tensors((result,))))
                 self.fill()
         return result
 
@@ -285,9 +287,11 @@ class Recorder(OperatorMode):
             self.has_own_generators = True
         return {storage_key(tensor) for tensor in given}
 
-    def _look_at_results(self, operator: Any, tensors: list[Tensor]) -> None:
+    def _look_at_results(self, operator: Any, args: Sequence[Any], tensors: list[Tensor]) -> None:
         keys = [storage_key(tensor) for tensor in tensors]
-        if makes_unwritten_memory(operator):
+        source = copied_argument(operator)
+        copies_unknown = source is not None and storage_key(args[source]) in self._unknown
+        if makes_unwritten_memory(operator) or copies_unknown:
             self._unknown.update(keys)
         elif not gives_views(operator):
             self._unknown.difference_update(keys)
@@ -358,7 +362,7 @@ class Recorder(OperatorMode):
                     code, line = here, frame.f_lineno
                 if here not in self.variables:
                     self.variables[here] = _variables(frame)
-            frame = frame.f_back
+            frame = frame.f_back if id(frame) != self.call else None
         return code, line, tuple(reversed(modules))
 
 

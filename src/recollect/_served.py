@@ -12,7 +12,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,9 +21,9 @@ import torch.utils.checkpoint as torchs
 
 from recollect import _checkpoint, dropin
 from recollect._checkpoint import PolicyLike, gives_contexts
-from recollect._torch import composable_module, is_traced_by_autograd, not_compiled
+from recollect._torch import composable_module, is_traced_by_autograd, never_begin
 
-_NAMES = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+_NAMES = frozenset(("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,20 +39,23 @@ class Defaults:
 
     def variant(self, use_reentrant: bool | None) -> bool | None:
         """What a request for a variant gets; None where it is left open."""
-        is_request = use_reentrant is None or isinstance(
-            use_reentrant, int
-        )  # else it is a mistake, which is told later
+        is_request = use_reentrant is None or isinstance(use_reentrant, int)  # else it is a mistake, told of later
         return False if self.replace_reentrant and is_request else use_reentrant
 
-    def with_asked(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def with_asked(self, asked: dict[str, Any]) -> dict[str, Any]:
         """All options of a request. What the caller says wins, and his `context_fn` wins over a policy."""
-        variant = self.variant(asked.get("use_reentrant"))
-        options: dict[str, Any] = {"preserve_rng_state": self.preserve_rng_state}
-        if variant is not None and not variant:  # the others mean nothing to the reentrant variant, which refuses some
-            options |= {name: getattr(self, name) for name in ("determinism_check", "debug", "early_stop")}
-            if not gives_contexts(asked.get("context_fn") or dropin.noop_context_fn):
-                options["policy"] = self.policy
-        return options | {**asked, "use_reentrant": variant}
+        variant = asked["use_reentrant"] = self.variant(asked.get("use_reentrant"))
+        if variant is None or variant:  # to which the others mean nothing, and which refuses some
+            return {"preserve_rng_state": self.preserve_rng_state, **asked}
+        options = {**self._of_regions, **asked}
+        if "context_fn" in asked and gives_contexts(asked["context_fn"] or dropin.noop_context_fn):
+            options["policy"] = None
+        return options
+
+    @functools.cached_property
+    def _of_regions(self) -> dict[str, Any]:
+        names = ("determinism_check", "debug", "early_stop", "preserve_rng_state", "policy")
+        return {name: getattr(self, name) for name in names}
 
 
 class _Now:
@@ -74,18 +77,22 @@ _torchs_checkpoint, _torchs_sequential, _torchs_contexts, _torchs_policy = (
 )
 
 
-@not_compiled
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`recollect.dropin.checkpoint` with the defaults of the patch."""
+_signature = inspect.signature(_torchs_checkpoint)
+# Torch 2.15 has an option more, and may be called without a function, as a decorator. The drop-in has neither.
+_newer = frozenset(_signature.parameters) - frozenset(inspect.signature(dropin.checkpoint).parameters)
+
+
+@never_begin
+def checkpoint(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`recollect.dropin.checkpoint` with the defaults of the patch. A call that it has no form for is torch's own."""
     defaults = _Now.defaults
-    if defaults is None:
+    if defaults is None or function is None or not _newer.isdisjoint(kwargs):
         return _torchs_checkpoint(function, *args, **kwargs)
-    asked = {name: kwargs.pop(name) for name in _NAMES if name in kwargs}
+    asked = {name: kwargs.pop(name) for name in _NAMES.intersection(kwargs)}
     return _checkpoint.run(function, args, kwargs, **defaults.with_asked(asked), stacklevel=3)
 
 
-# For those who ask what it takes.
-checkpoint.__signature__ = inspect.signature(dropin.checkpoint)  # type: ignore[attr-defined]
+checkpoint.__signature__ = _signature  # type: ignore[attr-defined]  # for those who ask what it takes
 
 
 def checkpoint_sequential(

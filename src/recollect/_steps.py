@@ -23,6 +23,8 @@ def _code_of(function: Any) -> Any:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, Module) and function.__name__ in _CALLS:
         return owner
+    if not hasattr(function, "__code__"):
+        function = getattr(function, "__wrapped__", function)
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", None) or type(function)
 

@@ -33,12 +33,8 @@ _autograd = torch._C._autograd
 push_hooks: Callable[[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], None]
 push_hooks = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
-
-
-def top_hooks() -> Hooks | None:
-    """The innermost saved-tensor hooks of this thread, or None."""
-    hooks: Hooks | None = _autograd._top_saved_tensors_default_hooks(False)
-    return hooks
+# The innermost saved-tensor hooks of this thread, or None.
+top_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_saved_tensors_default_hooks, False)
 
 
 # Which backward call runs in this thread, -1 outside of any. Autograd never uses a number twice.
@@ -150,14 +146,8 @@ def nested_sizes(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def is_stock_noop_context_fn(function: object) -> bool:
-    """Programs pass torch's own default explicitly; it means "no contexts" here too.
-
-    By its name, because `torch.utils.checkpoint` may serve another one by now, here or in somebody else's patch.
-    """
-    return (
-        getattr(function, "__module__", None) == "torch.utils.checkpoint"
-        and getattr(function, "__qualname__", None) == "noop_context_fn"
-    )
+    """Programs pass torch's own default explicitly; it means "no contexts" here too."""
+    return function is STOCK["noop_context_fn"]
 
 
 # --- A tensor's place in autograd ---
@@ -248,6 +238,18 @@ def pop_hooks_of(pack: object) -> None:
         pop_hooks()
 
 
+def remove_hooks_of(pack: object) -> None:
+    """Take the hooks of `pack` off wherever they are in the stack; those above them stay."""
+    above: list[Hooks] = []
+    while (hooks := top_hooks()) is not None:
+        pop_hooks()
+        if hooks[0] is pack:
+            break
+        above.append(hooks)
+    for hooks in reversed(above):
+        push_hooks(*hooks)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place; one made in inference mode does not count and stays at 0."""
     try:
@@ -275,7 +277,7 @@ def packs_what_is_written(node: Any, slot: object) -> bool:
     )
 
 
-# --- Modules that a stop cuts short ---
+# --- Modules that run, and those that a stop cuts short ---
 
 _FUNCTIONAL_CALL = torch.func.functional_call.__code__
 _STATELESS_CALL = torch.nn.utils.stateless.functional_call.__code__
@@ -297,6 +299,12 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
     return module._parameters, module._buffers
 
 
+def parameter_of(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
+    """The parameter that a module has under a name, and nothing that it computes: `getattr` runs a parametrization."""
+    own = module._parameters  # of a scripted module it is no dict, and has no `get`
+    return own[name] if name in own else None  # noqa: SIM401
+
+
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
 
 
@@ -307,6 +315,36 @@ def called_module(frame: FrameType) -> torch.nn.Module | None:
     with locals_of(frame) as values:
         module: torch.nn.Module | None = values.get("self")
     return module
+
+
+def call_of_hook(frame: FrameType) -> FrameType:
+    """The Python frame of the module's call in which a hook was called by `frame`; itself if that is no module's."""
+    outer = frame if frame.f_code is _CALL_IMPL or frame.f_back is None else frame.f_back
+    return outer if outer.f_code is _CALL_IMPL else frame
+
+
+def is_failed_call(hook_caller: FrameType) -> bool:
+    """Whether a hook after the forward is called because something failed.
+
+    Such calls stand in `Module._call_impl` itself, the others in a function inside of it.
+    """
+    return hook_caller.f_code is _CALL_IMPL
+
+
+def replace_forward(call: FrameType, replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> bool:
+    """Let a running call of a module run another forward than it was about to; False where that cannot be done.
+
+    `Module._call_impl` looks the forward up before it calls any hook, and keeps it in `forward_call`, a variable that
+    it shares with its inner function `inner`: the same in 2.11, 2.12, 2.13 and 2.15.
+    """
+    with locals_of(call) as values:
+        inner: Any = values.get("inner") if call.f_code is _CALL_IMPL else None
+    shared: tuple[str, ...] = () if inner is None else inner.__code__.co_freevars
+    if "forward_call" not in shared:
+        return False
+    cell = inner.__closure__[shared.index("forward_call")]
+    cell.cell_contents = replace(cell.cell_contents)
+    return True
 
 
 @contextlib.contextmanager
@@ -708,6 +746,14 @@ def makes_unwritten_memory(operator: Any) -> bool:
     return name.startswith(("empty", "new_empty", "_efficientzerotensor"))
 
 
+def copied_argument(operator: Any) -> int | None:
+    """The position of the argument whose values an operator's result has, if it does nothing but copy them."""
+    return _COPIED.get(operator)
+
+
+_COPIED = {torch.ops.aten.clone.default: 0, torch.ops.aten.copy_.default: 1}
+
+
 @functools.cache
 def may_give_unwritten_memory(operator: Any) -> bool:
     """Whether results of an operator are to be looked at for memory without values: `empty`, a kernel's workspace."""
@@ -824,7 +870,7 @@ def constant_when_traced(function: _F) -> _F:
 
 # Whether Dynamo, where it reads `id(function)`, compiles anew for another function. Without that it takes two functions
 # with the same code for one (2.11, 2.12).
-ID_IS_GUARDED = torch.__version__ >= (2, 13)
+ID_IS_GUARDED = torch.__version__ >= (2, 13)  # type: ignore[operator]
 
 
 # What Dynamo does with a Python frame that it comes across, and with the frames inside of that, is noted with the
@@ -841,25 +887,40 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def run_as_it_is(function: _F) -> _F:
-    """Let Dynamo not begin to trace at a function, when it comes across its call; what is called inside is free."""
+def begin_inside(function: _F) -> _F:
+    """Let Dynamo not begin to trace at a function when it comes across a call of it, but at what that calls."""
     _frames.set_code_exec_strategy(function.__code__, _ALONE)
     return function
 
 
-def never_trace(module: ModuleType) -> None:
-    """Let Dynamo pass over the functions of a module and everything that they call.
+def never_begin(function: _F) -> _F:
+    """Let Dynamo not begin to trace at a function when it comes across a call of it, nor at anything that it calls.
 
-    Costs nothing at a call. Autograd calls hooks, and dispatch modes are called, in the middle of compiled code.
+    Costs nothing at a call.
     """
+    for code in _codes(function.__code__):
+        _frames.set_code_exec_strategy(code, _WITH_ALL_INSIDE)
+    return function
+
+
+def never_begin_in(module: ModuleType) -> None:
+    """`never_begin` for all functions and methods of a module: hooks, dispatch modes and what else torch calls."""
     for owner in (module, *(value for value in vars(module).values() if isinstance(value, type))):
         if getattr(owner, "__module__", module.__name__) != module.__name__:
             continue
         for value in vars(owner).values():
             function = _function_in(value)
             if function is not None and function.__module__ == module.__name__:
-                for code in _codes(function.__code__):
-                    _frames.set_code_exec_strategy(code, _WITH_ALL_INSIDE)
+                never_begin(function)
+
+
+def never_look_into(function: _F) -> _F:
+    """Let Dynamo break its graph where it comes across a call in code that it traces, instead of looking into it.
+
+    `torch.compiler.disable` sets the same mark, on a function around it that costs something at each call.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
 
 
 def _function_in(value: Any) -> FunctionType | None:
@@ -873,15 +934,6 @@ def _function_in(value: Any) -> FunctionType | None:
     if callable(value) and not isinstance(value, type):
         value = inspect.unwrap(value)
     return value if isinstance(value, FunctionType) else None
-
-
-def not_compiled(function: _F) -> _F:
-    """A function that Dynamo, when it comes across its call, leaves as it is, with all that it calls.
-
-    As `torch.compiler.disable`, which imports the whole compiler and costs a call.
-    """
-    _frames.set_code_exec_strategy(function.__code__, _WITH_ALL_INSIDE)
-    return function
 
 
 def composable_module() -> ModuleType | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from recollect import _errors
 from recollect._errors import Signature
 from recollect._torch import (
-    TorchDispatchMode,
+    OperatorMode,
     called_module,
     is_library_file,
     nested_sizes,
@@ -29,6 +29,7 @@ from recollect._torch import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -75,7 +76,7 @@ class Operator(NamedTuple):
         return self.lines[-1] if self.lines else "no line of user code"
 
 
-class OperatorTrace(TorchDispatchMode):
+class OperatorTrace(OperatorMode):
     """Records every operator that runs under it, except what `without` covers. It runs none of its own."""
 
     def __init__(self) -> None:
@@ -83,14 +84,15 @@ class OperatorTrace(TorchDispatchMode):
         self.operators: list[Operator] = []
         self.paused = False
         self._is_within = False  # an operator: it may be entered twice, above the modes of a part
+        self.call = 0  # as for `user_code`
 
-    def without(self, hook: Callable[[Tensor], R]) -> Callable[[Tensor], R]:
-        """`hook`, with its operators left out of the trace."""
+    def without(self, function: Callable[P, R]) -> Callable[P, R]:
+        """`function`, with its operators left out of the trace."""
 
-        def hidden(tensor: Tensor) -> R:
+        def hidden(*args: P.args, **kwargs: P.kwargs) -> R:
             before, self.paused = self.paused, True
             try:
-                return hook(tensor)
+                return function(*args, **kwargs)
             finally:
                 self.paused = before
 
@@ -103,7 +105,7 @@ class OperatorTrace(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         # Noted before it runs, so that an operator that fails or that a stop cuts off is there too.
         place = len(self.operators)
-        module, lines = user_code(sys._getframe().f_back)
+        module, lines = user_code(sys._getframe().f_back, self.call)
         self.operators.append(Operator(str(func), ("did not finish",), module, lines))
         self._is_within = True
         try:
@@ -140,8 +142,11 @@ def call_site(frame: FrameType | None) -> str | None:
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
-def user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
-    """The module path and the lines of user code that `frame` was called from, outermost first."""
+def user_code(frame: FrameType | None, call: int = 0) -> tuple[str, tuple[str, ...]]:
+    """The module path and the lines of user code that `frame` was called from, outermost first.
+
+    `call` is the identity of the Python frame where a region begins, if it is a module's own call.
+    """
     lines: list[str] = []
     modules: list[torch.nn.Module] = []
     while frame is not None and frame.f_code not in _BOUNDARIES:
@@ -150,7 +155,7 @@ def user_code(frame: FrameType | None) -> tuple[str, tuple[str, ...]]:
             lines.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_name}")
         elif (module := called_module(frame)) is not None:
             modules.append(module)
-        frame = frame.f_back
+        frame = frame.f_back if id(frame) != call else None
     return module_path(modules[::-1]), tuple(reversed(lines))
 
 

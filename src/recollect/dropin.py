@@ -32,7 +32,7 @@ from recollect._engine.caching import (
 from recollect._engine.groups import GraphExecGroup
 from recollect._engine.reentrant import CheckpointFunction, check_backward_validity, detach_variable
 from recollect._errors import CheckpointError
-from recollect._torch import run_as_it_is
+from recollect._torch import never_begin
 
 __all__ = [
     "SAC_IGNORED_OPS",
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 
-@run_as_it_is
+@never_begin
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,

@@ -23,6 +23,7 @@ from recollect._decided import (
     decided_of,
     install,
     is_decided_by,
+    is_lazy,
     look_at_places,
     take_off,
     why_not,
@@ -228,12 +229,13 @@ def apply(
             "decisions must be a dict from patterns or classes to decisions, or a function (name, module) -> decision, "
             f"got {_errors.describe_value(decisions)}"
         )
+    may_be_lazy = any(is_lazy(one.module) for one in found)
     modules, made = [], []
     for one in found:
         entry, module, name = one.entry, one.module, one.names[0]
         if entry is None:
             continue
-        before, reason = decided_of(module), why_not(module)
+        before, reason = decided_of(module), why_not(module, may_be_lazy=may_be_lazy)
         if before is not None:
             raise _errors.decided_twice(
                 name, before.entry.label, repr(before.entry.decision), entry.label, repr(entry.decision)
@@ -269,4 +271,6 @@ def unapply(model: Module) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, got {_errors.describe_value(model)}")
     for module in model.modules():
-        take_off(module)
+        decided = decided_of(module)
+        if decided is None or decided.hooked is None:
+            take_off(module)

@@ -40,7 +40,8 @@ from typing import Any
 from torch import Tensor
 
 from recollect import _ambient, _errors, _verification
-from recollect._engine.replay import Replay, describe_difference, or_nothing, run_replay
+from recollect._engine.calls import innermost, take_off
+from recollect._engine.replay import Replay, describe_difference, run_replay
 from recollect._engine.scope import Scope, Watch, here
 from recollect._engine.selective import forward_mode, tell_if_useless
 from recollect._errors import Signature
@@ -52,7 +53,6 @@ from recollect._torch import (
     current_group,
     current_node,
     graph_task_id,
-    pop_hooks_of,
     push_hooks,
     reads_once,
     top_hooks,
@@ -271,14 +271,48 @@ def run_region(
     watch: Watch | None = None,
 ) -> Any:
     """Call `function` as a region: what autograd saves in it becomes slots of a new frame."""
+    context, replay_context = _NO_CONTEXTS if contexts is None else contexts
+    scope, tensors = prepare(function, args, kwargs, options, replay_context, path, watch)
+    succeeded = False
+    try:
+        here.scope = scope
+        push_hooks(scope.pack, scope.unpack)
+        if context is None and scope.is_bare:
+            result = function(*args, **kwargs)
+        else:
+            result = _call_in_contexts(scope, args, kwargs, context)
+        succeeded = True
+    finally:
+        forward_ended(scope, args, kwargs, tensors, succeeded)
+    return result
+
+
+_NO_CONTEXTS = (None, None)
+
+
+def prepare(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    replay_context: contextlib.AbstractContextManager[Any] | None,
+    path: str = "",
+    watch: Watch | None = None,
+) -> tuple[Scope, list[Tensor]]:
+    """What a region needs before its function runs: a scope with its frame and hooks, and the tensors of the arguments.
+
+    None of it is in force yet.
+    """
     tensors, flat = find_tensors(args, kwargs)
     outer = here.scope
+    if outer is not None and outer.opened is not None:
+        outer = innermost()
     following = outer is not None and outer.following
-    verification = _verification.begin(function, (args, kwargs), tensors, options, following=following)
-    ambient = _ambient.capture(tensors, preserve_rng_state=options.preserve_rng_state, arguments=(args, kwargs))
+    arguments = args, kwargs
+    verification = _verification.begin(function, arguments, tensors, options, following=following)
+    ambient = _ambient.capture(tensors, preserve_rng_state=options.preserve_rng_state, arguments=arguments)
     hooks = top_hooks()
     inputs = Inputs(args, kwargs, tensors, flat, hooks)
-    replay_context = contexts[1] if contexts is not None else None
     frame = Frame(function, inputs, ambient, options, replay_context, hooks, outer, path, verification)
     signatures, slots, replays = frame.signatures, frame.slots, frame.replays
     leaves = None if verification is None else verification.leaves
@@ -329,32 +363,33 @@ def run_region(
         return tensor
 
     scope = Scope(frame, pack, slots.__len__, outer, watch=watch)
-    hook: Callable[[Tensor], Slot] = pack
+    scope.unpack = unpack
+    scope.is_bare = record is None and options.policy is None and frame.trace is None
     if scope.watch is not None:
-        hook = scope.pack = _watched(pack, scope.watch)
+        scope.pack = _watched(pack, scope.watch)
     scope.trace = frame.trace
     if record is not None:
         scope.recorder = record
-        hook = scope.pack = record.saving(hook)
-    try:
-        here.scope = scope
-        push_hooks(hook, unpack)
-        if contexts is None and frame.trace is None and options.policy is None and record is None:
-            result = function(*args, **kwargs)
-        else:
-            result = _call_in_contexts(scope, args, kwargs, contexts[0] if contexts is not None else None)
-    finally:
-        pop_hooks_of(hook)
-        here.scope = outer
-        if outer is not None:
-            outer.position = scope.position
-        inputs.forward_ended(args, kwargs, tensors)
-    frame.finished = True
-    frame.end = scope.position
-    _ambient.forward_ended(ambient)
-    if verification is not None:
-        verification.forward_ended()
-    return result
+        scope.pack = record.saving(scope.pack)
+    return scope, tensors
+
+
+def forward_ended(
+    scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], succeeded: bool
+) -> None:
+    """Take a region's hooks and scope off again, however its function has ended, and note what that has shown."""
+    take_off(scope.pack)
+    here.scope = outer = scope.around
+    if outer is not None:
+        outer.position = scope.position
+    frame = scope.frame
+    frame.inputs.forward_ended(args, kwargs, tensors)
+    if succeeded:
+        frame.finished = True
+        frame.end = scope.position
+        _ambient.forward_ended(frame.ambient)
+        if frame.verification is not None:
+            frame.verification.forward_ended()
 
 
 def _watched(pack: Callable[[Tensor], Slot], watch: Watch) -> Callable[[Tensor], Slot]:
@@ -365,6 +400,9 @@ def _watched(pack: Callable[[Tensor], Slot], watch: Watch) -> Callable[[Tensor],
     return watched
 
 
+# --- What else is around a function in its forward ---
+
+
 @traces_start_here
 def _call_in_contexts(
     scope: Scope,
@@ -372,30 +410,59 @@ def _call_in_contexts(
     kwargs: dict[str, Any],
     context: contextlib.AbstractContextManager[Any] | None,
 ) -> Any:
-    frame, result = scope.frame, None
-    policy = frame.options.policy
-    mode = None if policy is None else forward_mode(policy, scope)
-    raised: BaseException | None = None
+    contexts = Contexts(scope, context)
     try:
-        with or_nothing(context), or_nothing(mode), or_nothing(frame.trace), or_nothing(scope.recorder):
-            try:
-                result = frame.function(*args, **kwargs)
-            except BaseException as error:
-                raised = error
-                refusals = [mode.refused for mode in scope.modes if mode.refused is not None]
-                if refusals and isinstance(error, TypeError):
-                    raised = refusals[0]
-                    raise raised from None
-                raise
-        if raised is not None:
-            raise _errors.context_suppressed(frame.region()) from raised
-        if policy is not None and not policy.settled and not scope.following:
-            tell_if_useless(policy, scope, () if mode is None else mode.seen)
-    finally:
-        raised = None  # a traceback that holds this frame must not be held by it
-        refusals = []
+        result = scope.frame.function(*args, **kwargs)
+    except BaseException as error:
+        contexts.leave(error)
+        raise
+    contexts.leave(None)
+    return result
+
+
+class Contexts:
+    """The user's context for a forward, the policy's mode, a trace and a record: entered in this order."""
+
+    __slots__ = ("_mode", "_scope", "_stack")
+
+    def __init__(self, scope: Scope, context: contextlib.AbstractContextManager[Any] | None) -> None:
+        self._scope = scope
+        frame = scope.frame
+        policy = frame.options.policy
+        try:
+            self._mode = None if policy is None else forward_mode(policy, scope)
+            with contextlib.ExitStack() as stack:  # leaves those already entered if one fails to enter
+                for one in (context, self._mode, frame.trace, scope.recorder):
+                    if one is not None:
+                        stack.enter_context(one)
+                self._stack = stack.pop_all()
+        except BaseException:
+            self._forget()
+            raise
+
+    def leave(self, error: BaseException | None) -> None:
+        """Leave them; `error` is what the function raised, and is for the caller to raise unless another is raised."""
+        scope, mode, policy = self._scope, self._mode, self._scope.frame.options.policy
+        refusal = None
+        try:
+            if isinstance(error, TypeError):
+                refusal = next((one.refused for one in scope.modes if one.refused is not None), None)
+                error = refusal or error
+            if error is None:
+                self._stack.close()
+                if policy is not None and not policy.settled and not scope.following:
+                    tell_if_useless(policy, scope, () if mode is None else mode.seen)
+            elif self._stack.__exit__(type(error), error, error.__traceback__):
+                raise _errors.context_suppressed(scope.frame.region()) from error
+            elif refusal is not None:
+                raise refusal from None
+        finally:
+            error = refusal = None  # a traceback that holds this Python frame must not be held by it
+            self._forget()
+
+    def _forget(self) -> None:
+        scope = self._scope
         for one in scope.modes:
             one.refused = None
         scope.modes = ()  # they hold the scope
         scope.recorder = None
-    return result

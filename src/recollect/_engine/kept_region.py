@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,11 @@ from recollect._torch import (
     storage_key,
     top_hooks,
 )
+from recollect._verify import OperatorTrace
 from recollect.policy import Decision, Offload
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Mark:
@@ -156,7 +160,8 @@ def call_within(
     outside, scope.saving = scope.saving, True
     around = [scope, *scope.outer()] if is_pinned else [scope]
     recorders = [one.recorder for one in around if one.recorder is not None]
-    paused = [mode for one in around for mode in one.modes if not mode.paused]
+    modes = [mode for one in around for mode in (*one.modes, one.trace) if mode is not None]
+    paused = [mode for mode in modes if not mode.paused]
     for mode in paused:
         mode.paused = True
     for recorder in recorders:
@@ -271,12 +276,18 @@ def keep(
         keeps = not kept.changes_arguments and may_be_reached and not in_dual_level() and not _aliases(given, result)
         mark.packs_outputs = keeps
     if keeps:
-        kept.outputs = _kept_result(scope, result, given, around, on_host=on_host)
+        kept.outputs = _unseen(scope, _kept_result)(scope, result, given, around, on_host=on_host)
         kept.after = RandomState.like(frame.ambient)
     if frame.kept_regions is None:
         frame.kept_regions = {}
     frame.kept_regions[place] = kept
     return result
+
+
+def _unseen(scope: Scope, function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, whose operators are none of the user's: the trace of `debug` does not show them."""
+    trace: OperatorTrace | None = scope.trace
+    return function if trace is None else trace.without(function)
 
 
 def _contents(value: Any, seen: set[int] | None = None) -> list[Any]:
@@ -440,7 +451,7 @@ def replay(
     # A backward inside the function may go through the region: then its history is needed.
     if kept.outputs is not None and not scope.frame.differentiated:
         try:
-            result = _hand_out(kept.outputs, tensors, mark.path)
+            result = _unseen(scope, _hand_out)(kept.outputs, tensors, mark.path)
             if scope.recorder is not None:
                 scope.recorder.adopt(result)
         except _errors.SavedTensorChangedError:

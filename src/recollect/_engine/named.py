@@ -19,7 +19,7 @@ from recollect._engine.kept_region import Mark, keep, replay
 from recollect._engine.replay import or_nothing
 from recollect._engine.scope import Scope, here
 from recollect._engine.selective import ask, forward_mode, replay_mode, tell_if_useless
-from recollect._torch import run_as_it_is
+from recollect._torch import begin_inside
 from recollect.policy import Decision, Policy, Question, Recompute
 
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ class _Region(Generic[P, R]):
         self.__name__ = name
         self.__wrapped__ = function
 
-    @run_as_it_is
+    @begin_inside
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if is_dynamo_compiling():
             named: R = _compile.run_named(self.__name__, self.__wrapped__, args, kwargs)

@@ -25,7 +25,7 @@ from recollect._ambient import RandomState
 from recollect._engine.kept_region import call_within, hooks_inside
 from recollect._engine.scope import Scope, here
 from recollect._inputs import by_hand, copy_of, find_tensors, rebuild
-from recollect._torch import as_inner_result, is_view_without_grad, never_trace, top_hooks, view_without_grad
+from recollect._torch import as_inner_result, is_view_without_grad, never_begin_in, top_hooks, view_without_grad
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -281,4 +281,4 @@ def _hand_out(
     return result
 
 
-never_trace(sys.modules[__name__])
+never_begin_in(sys.modules[__name__])

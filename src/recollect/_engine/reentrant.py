@@ -18,7 +18,13 @@ from torch import Tensor
 from recollect import _ambient, _errors
 from recollect._engine.scope import here
 from recollect._inputs import find_tensors
-from recollect._torch import backward_inside_backward, is_plain_backward, level_of_user_code, set_grad_enabled
+from recollect._torch import (
+    backward_inside_backward,
+    is_plain_backward,
+    level_of_user_code,
+    never_look_into,
+    set_grad_enabled,
+)
 
 
 def check_backward_validity(inputs: Iterable[Any]) -> None:
@@ -45,6 +51,7 @@ class CheckpointFunction(torch.autograd.Function):
     """`CheckpointFunction.apply(function, preserve_rng_state, *args)`."""
 
     @staticmethod
+    @never_look_into
     def forward(ctx: Any, function: Callable[..., Any], preserve_rng_state: bool | str, *args: Any) -> Any:
         check_backward_validity(args)
         tensors = [value for value in args if isinstance(value, Tensor)]
@@ -64,6 +71,7 @@ class CheckpointFunction(torch.autograd.Function):
         return result
 
     @staticmethod
+    @never_look_into
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         if not is_plain_backward():
             raise _errors.reentrant_partial_backward()

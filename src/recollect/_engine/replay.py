@@ -41,6 +41,7 @@ from torch import (
 from recollect import _errors
 from recollect._ambient import Undo, restore, undo_all
 from recollect._digest import copies
+from recollect._engine.calls import ModuleFunction, call_for_replay, take_off
 from recollect._engine.scope import Scope, here
 from recollect._engine.selective import let_go, replay_mode
 from recollect._errors import Signature
@@ -52,7 +53,6 @@ from recollect._torch import (
     graph_is_kept,
     may_be_unfilled,
     packs_what_is_written,
-    pop_hooks_of,
     push_hooks,
     run_cut_short_hooks,
     sequence_number,
@@ -185,15 +185,20 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         hook: Callable[[Tensor], Tensor] = pack if trace is None else trace.without(pack)
         if recorder is not None:
             hook = recorder.saving(hook)
-        undo.append(partial(pop_hooks_of, hook))
-        push_hooks(hook, _identity)
+        by_hooks = type(frame.function) is ModuleFunction
+        if not by_hooks:
+            undo.append(partial(take_off, hook))
+            push_hooks(hook, _identity)
         around = here.scope
         undo.append(partial(setattr, here, "scope", around))
         if around is not None:
             undo.append(partial(_resume, around.pause()))
         scope = here.scope = Scope(frame, hook, lambda: len(tensors) + surplus, around, replaying=True)
         scope.recorder, scope.trace = recorder, trace
-        _call(scope, arguments, reading)
+        if by_hooks:
+            call_for_replay(scope, arguments, partial(_contexts, scope, reading))
+        else:
+            _call(scope, arguments, reading)
     except BaseException as error:
         # Neither an error of the function nor Ctrl-C while the stop was on its way may be lost.
         if state != _COMPLETE or not isinstance(error, (Stop, Exception)):
@@ -308,18 +313,23 @@ def _grad_mode_off() -> None:
 def _call(scope: Scope, arguments: Arguments, reading: Reading | None) -> None:
     frame = scope.frame
     args, kwargs = arguments
-    policy, trace, recorder = frame.options.policy, scope.trace, scope.recorder
-    if all(one is None for one in (frame.replay_context, trace, policy, recorder, reading)):
+    if all(one is None for one in (frame.replay_context, scope.trace, frame.options.policy, scope.recorder, reading)):
         frame.function(*args, **kwargs)
         return
-    with (
-        or_nothing(frame.replay_context),
-        or_nothing(replay_mode(policy, scope)),
-        or_nothing(trace),
-        or_nothing(reading),
-        or_nothing(recorder),
-    ):
+    with _contexts(scope, reading):
         frame.function(*args, **kwargs)
+
+
+def _contexts(scope: Scope, reading: Reading | None) -> contextlib.ExitStack:
+    """What is around a function in its replay, entered."""
+    frame = scope.frame
+    with contextlib.ExitStack() as stack:  # leaves those already entered if one fails to enter
+        if frame.replay_context is not None:
+            stack.enter_context(frame.replay_context)
+        for mode in (replay_mode(frame.options.policy, scope), scope.trace, reading, scope.recorder):
+            if mode is not None:
+                stack.enter_context(mode)
+        return stack.pop_all()
 
 
 def or_nothing(context: contextlib.AbstractContextManager[Any] | None) -> contextlib.AbstractContextManager[Any]:

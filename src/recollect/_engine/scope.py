@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from recollect._engine.calls import Opened, Window
     from recollect._engine.frame import Frame
 
 T = TypeVar("T")
@@ -33,8 +34,10 @@ class Scope:
         "following",
         "frame",
         "has_policy",
+        "is_bare",
         "modes",
         "names",
+        "opened",
         "pack",
         "packed",
         "path",
@@ -44,6 +47,7 @@ class Scope:
         "replaying",
         "saving",
         "trace",
+        "unpack",
         "watch",
     )
 
@@ -58,7 +62,7 @@ class Scope:
         watch: Watch | None = None,
     ) -> None:
         self.frame = frame
-        self.pack = pack  # the saved-tensor hook that this run of the function pushed
+        self.pack = pack  # the saved-tensor hook that this run of the function pushes
         self.packed = packed  # how many it packed so far
         self.around = around
         self.replaying = replaying  # whether this is a replay of the frame
@@ -75,6 +79,9 @@ class Scope:
         self.trace: Any = None  # of operators, for `debug`
         self.recorder: Any = None  # of operators and values, where this run is to be compared
         self.modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here
+        self.unpack: Callable[[Any], Tensor]  # its other half, in a forward
+        self.is_bare: bool  # whether the engine itself has no context to enter around a forward
+        self.opened: Opened | None = None  # where a module's hooks began it, and no function of ours is around it
 
     def noted(self, make: Callable[[], T]) -> T | None:
         """The next entry of the journal: what `make` gives in a forward, what it gave then within a replay.
@@ -115,6 +122,7 @@ class Scope:
 class _Here(threading.local):
     scope: Scope | None = None
     reentrant: str | None = None  # "forward" or "replay" while a region of the reentrant variant runs
+    awaited: Window | None = None  # the replay that a module is being called for, until the module's own hook takes it
 
 
 here = _Here()
