@@ -15,6 +15,7 @@ TWICE = r"runs of the first layer: 1 in forward, 1 in backward"
 # What each needs besides torch, and the line. The demo has a test of its own.
 EXAMPLES = {
     "accelerate_fsdp": (["accelerate"], TWICE),
+    "composable": ([], TWICE),
     "lightning_module": (["lightning"], TWICE),
     "resnet": ([], r"kept: 3,\d{3},\d{3} bytes before, 9\d{2},\d{3} after; batches .* in two steps: 2"),
     "torchtitan_policy": ([], TWICE),

@@ -1,7 +1,9 @@
 """Hugging Face transformers: recollect as the function that the layers of a model call for checkpointing.
 
 The models' own mechanism stays in charge: it knows which layers there are and switches caches off. So
-`model.gradient_checkpointing_disable()` and `model.is_gradient_checkpointing` mean what they say.
+`model.gradient_checkpointing_disable()` and `model.is_gradient_checkpointing` mean what they say, and whoever calls
+`model.gradient_checkpointing_enable()` later, as a `Trainer` with `gradient_checkpointing=True` does, puts torch's
+function back: `recollect.patch_torch()` is for those.
 """
 
 from __future__ import annotations
