@@ -215,3 +215,20 @@ def test_a_module_is_decided_once(net):
     with pytest.raises(ValueError, match=r"decided already, by 'layers\.1'"):
         composable.checkpoint(net.layers[1])
     assert composable.get_registry(net.layers[1]) is None
+
+
+def test_a_graph_break_inside_a_module_checkpointed_in_place(net, x):
+    expected = gradients(net, net, x)
+    recomputing = []
+
+    @torch.compiler.disable
+    def breaks(module, args, output):
+        recomputing.append(recollect.is_recomputing())
+        return output
+
+    net.layers[0].attn.register_forward_hook(breaks)
+    composable.checkpoint(net.layers[0])
+    compiled = torch.compile(net, backend="aot_eager")
+    for _ in range(2):
+        assert_close(gradients(compiled, net, x), expected)
+    assert recomputing == [False, True] * 2

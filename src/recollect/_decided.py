@@ -221,7 +221,7 @@ def _call_compiled(
 ) -> Any:
     """What Dynamo reads: it knows no scopes, so that what is around the module is taken from its place in the model."""
     if not is_dynamo_compiling():  # it has read this far, and then come to a graph break
-        return _call(module, decided, call, args, kwargs)
+        return call(*args, **kwargs) if decided.hooked else _call(module, decided, call, args, kwargs)
     decision = decided.entry.decision
     if type(decision) is Recompute:
         context_fn = noop_context_fn if decided.hooked is None else decided.hooked.context_fn

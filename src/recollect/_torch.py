@@ -35,6 +35,8 @@ push_hooks = _autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 # The innermost saved-tensor hooks of this thread, or None.
 top_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_saved_tensors_default_hooks, False)
+# The same, also if they are out of action because a compiler traces.
+pushed_hooks: Callable[[], Hooks | None] = functools.partial(_autograd._top_saved_tensors_default_hooks, True)
 
 
 # Which backward call runs in this thread, -1 outside of any. Autograd never uses a number twice.
@@ -233,7 +235,7 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def pop_hooks_of(pack: object) -> None:
     """Pop the innermost hooks if they are those of `pack`: after an interrupt they may not have been pushed."""
-    hooks = _autograd._top_saved_tensors_default_hooks(True)  # also those that a compiler has put out of action
+    hooks = pushed_hooks()
     if hooks is not None and hooks[0] is pack:
         pop_hooks()
 
@@ -241,7 +243,7 @@ def pop_hooks_of(pack: object) -> None:
 def remove_hooks_of(pack: object) -> None:
     """Take the hooks of `pack` off wherever they are in the stack; those above them stay."""
     above: list[Hooks] = []
-    while (hooks := top_hooks()) is not None:
+    while (hooks := pushed_hooks()) is not None:
         pop_hooks()
         if hooks[0] is pack:
             break

@@ -43,7 +43,7 @@ from recollect._engine.calls import ModuleFunction, end_of_call
 from recollect._engine.frame import Options
 from recollect._engine.opened import open_region
 from recollect._engine.scope import Scope, here
-from recollect._torch import is_failed_call
+from recollect._torch import is_failed_call, never_begin
 from recollect.policy import Recompute
 
 P = ParamSpec("P")
@@ -290,6 +290,7 @@ class CheckpointState:
             scope = scope.around
         return None
 
+    @never_begin
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -309,6 +310,7 @@ class CheckpointState:
                 open_region(function, args, kwargs, overridden(self._options), contexts, caller)
         return None
 
+    @never_begin
     def after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """The hook after the forward, also called if something failed before it."""
         if torch.compiler.is_compiling():

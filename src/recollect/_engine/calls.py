@@ -35,7 +35,7 @@ from torch.nn import Module
 from recollect._ambient import RandomState
 from recollect._engine.scope import Scope, here
 from recollect._inputs import Arguments
-from recollect._torch import call_of_hook, pop_hooks, push_hooks, remove_hooks_of, replace_forward, top_hooks
+from recollect._torch import call_of_hook, pop_hooks, push_hooks, pushed_hooks, remove_hooks_of, replace_forward
 from recollect._verify import traces_start_here
 
 
@@ -188,10 +188,10 @@ def take_off(pack: object) -> None:
 
     After an interrupt they may not have been pushed.
     """
-    hooks = top_hooks()
+    hooks = pushed_hooks()
     if hooks is None or hooks[0] is not pack:
         innermost()
-        hooks = top_hooks()
+        hooks = pushed_hooks()
     if hooks is not None and hooks[0] is pack:
         pop_hooks()
 

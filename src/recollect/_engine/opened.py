@@ -6,6 +6,7 @@ The halves of `run_region` (frame.py), and what ties them to the module's call (
 from __future__ import annotations
 
 import contextlib
+import sys
 from types import FrameType
 from typing import Any
 
@@ -15,7 +16,7 @@ from recollect import _errors
 from recollect._engine.calls import ModuleFunction, Opened
 from recollect._engine.frame import Contexts, Options, forward_ended, prepare
 from recollect._engine.scope import Scope, here
-from recollect._torch import current_node, push_hooks, remove_hooks_of, version_of
+from recollect._torch import current_node, never_begin_in, push_hooks, remove_hooks_of, version_of
 
 
 class _OpenRegion(Opened):
@@ -88,3 +89,6 @@ def _let_go_where_cut_off(opened: Opened) -> None:
         return packed.tensor
 
     scope.pack, scope.unpack = asking, answering
+
+
+never_begin_in(sys.modules[__name__])
