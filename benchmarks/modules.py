@@ -3,7 +3,8 @@
 The same model is run by hand (`recollect.checkpoint(layer, x)` in its forward; the kept part as a named region) and
 decided by `apply`. Layers are as small as they can be, and there are many, so that the difference per layer shows;
 the contestants run interleaved in one process, in a new random order every round, and the median over the rounds of
-the difference within a round counts.
+the difference within a round counts. It is the time of the process on one core, because a few microseconds do not show
+in what a clock says on a machine that others use too.
 
     python benchmarks/modules.py [--rounds 100]
 """
@@ -74,11 +75,11 @@ def time_apply(rounds: int) -> list[list[str]]:
     for name, decisions in DECISIONS.items():
         on, off = [], []
         for _ in range(rounds):
-            start = time.perf_counter()
+            start = time.process_time()
             handle = recollect.apply(model, decisions)
-            middle = time.perf_counter()
+            middle = time.process_time()
             handle.remove()
-            off.append(time.perf_counter() - middle)
+            off.append(time.process_time() - middle)
             on.append(middle - start)
         rows.append([name, f"{statistics.median(on) * 1e3:.1f}", f"{statistics.median(off) * 1e3:.1f}"])
     print(f"{LAYERS} layers, {len(list(model.modules()))} modules; the aim is at most {AIM_MS:g} ms\n")
@@ -115,12 +116,12 @@ class Named(Small):
 def chain(layers: nn.ModuleList, call: Callable[[nn.Module, Tensor], Tensor]) -> Step:
     def step() -> float:
         x = torch.ones(8, requires_grad=True)
-        start = time.perf_counter()
+        start = time.process_time()
         y = x
         for layer in layers:
             y = call(layer, y)
         y.backward(torch.ones(8))
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     return step
 

@@ -693,6 +693,13 @@ FAULTS = (
         "test_modules.py",
     ),
     fault(
+        "a model is not verified again under other decisions",
+        "modules.py",
+        "    if now not in had:\n",
+        "    if not had:\n",
+        "test_modules.py",
+    ),
+    fault(
         "a part with a policy of its own hides its operators from the record",
         "_engine/named.py",
         ", or_nothing(mode and scope.recorder)",

@@ -18,7 +18,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import recollect
-from recollect import CheckpointError, Offload, Recompute, Save, by_name, checkpoint, policies, region, save_ops
+from recollect import (
+    CheckpointError,
+    Offload,
+    Recompute,
+    Save,
+    _verification,
+    by_name,
+    checkpoint,
+    policies,
+    region,
+    save_ops,
+)
 from recollect.dropin import set_checkpoint_early_stop
 from tools import IN_PLACE, CountOperators, LiveBytes, assert_equal, leaf
 
@@ -349,6 +360,8 @@ def test_a_module_that_is_called_without_a_forward():
     model = nn.Sequential(Direct(), nn.Tanh())
     with recollect.apply(model, {"0": Recompute()}):
         model(leaf(3)).sum().backward()
+        with pytest.raises(ValueError, match="0 is decided already"):
+            recollect.apply(model, {"0": Save()})
     assert RUNS["direct"] == 2
 
 
@@ -524,6 +537,57 @@ def test_a_decision_that_changes_between_forward_and_backward_is_no_secret():
                     ),
                 ):
                     y.backward()
+
+
+class Remembers(nn.Module):
+    """Passes something on beside its result, which a replay that does not run it finds changed."""
+
+    def forward(self, x):
+        self.last = x.detach().exp()
+        return x.sin()
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Remembers()
+
+    def forward(self, x):
+        return (self.part(x) * self.part.last).sin().exp()
+
+
+def test_a_model_is_verified_again_under_decisions_that_it_has_not_had():
+    model = nn.Sequential(Reads())
+
+    def two_forwards(decisions):
+        with recollect.apply(model, decisions) if decisions else contextlib.nullcontext():
+            y = model(leaf(3))
+            model(leaf(3) * 2)
+            y.sum().backward()
+
+    with recollect.apply(model, {"0": Recompute()}):
+        for _ in range(2):
+            two_forwards(None)
+        with pytest.raises(CheckpointError, match=r"Recomputed values differ.*'0', Reads"):
+            two_forwards({"0.part": Save()})
+
+
+def test_a_model_is_not_verified_again_under_decisions_that_it_has_had(monkeypatch):
+    records = []
+
+    class Noted(_verification.Recorder):
+        def __init__(self, **options):
+            super().__init__(**options)
+            records[-1] += 1
+
+    monkeypatch.setattr(_verification, "Recorder", Noted)
+    model = made(Model)
+    for _ in range(5):
+        records.append(0)
+        with recollect.apply(model, {"layers.*": Recompute(policy=save_ops(addmm)), "layers.*.attn": Save()}):
+            run(model, leaf(3, 4))
+    assert records[0] == 4  # two layers, forward and replay
+    assert records[3:] == [0, 0]
 
 
 def test_the_summary(capsys):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any
 
@@ -241,6 +241,14 @@ def _make(key: Key, code: Any, owners: list[Any]) -> Known:
             return Known([], [one for one in owners if isinstance(one, Module)])
     known = _everything[key] = Known(references, [one for one in owners if isinstance(one, Module)])
     return known
+
+
+def verify_modules_again(modules: Iterable[Module]) -> None:
+    """Let the next replays of all functions that have to do with some modules be compared by value again."""
+    changed = set(map(id, modules))
+    for known in list(_everything.values()):
+        if not changed.isdisjoint(map(id, known.modules())):
+            known.verified = False
 
 
 def all_known(function: Callable[..., Any] | None = None) -> Iterator[Known]:

@@ -18,7 +18,6 @@ from recollect import _errors
 from recollect._checkpoint import checked_options
 from recollect._decided import (
     Decided,
-    DecidedModule,
     Entry,
     decided_of,
     install,
@@ -29,6 +28,7 @@ from recollect._decided import (
     take_off,
     why_not,
 )
+from recollect._known import verify_modules_again
 from recollect._patterns import ModulePattern, close_names
 from recollect.policy import DECISIONS, Decision, Recompute, checked_decision
 
@@ -50,8 +50,8 @@ class _Found:
         """Whether calling it means something: a ModuleList and its kind have no forward."""
         if isinstance(self.module, ScriptModule) or "forward" in vars(self.module):
             return True
-        kind = type(self.module)
-        return kind.forward is not Module.forward or kind.__call__ not in (Module.__call__, DecidedModule.__call__)
+        kind = own_class(type(self.module))
+        return kind.forward is not Module.forward or kind.__call__ is not Module.__call__
 
     def __str__(self) -> str:
         return f"{self.names[0]} ({type(self.module).__name__})"
@@ -127,6 +127,23 @@ def _decide_by_asking(model: Module, found: list[_Found], decide: Callable[[str,
         raise ValueError(f"decisions ({label}) gave None for every module of {type(model).__name__}")
 
 
+# --- Under other decisions ---
+
+# The decisions that each model has had so far.
+_had: weakref.WeakKeyDictionary[Module, set[tuple[tuple[str, str], ...]]] = weakref.WeakKeyDictionary()
+
+
+def _decisions_changed(model: Module) -> None:
+    """Let replays be compared by value again if a model has not had these decisions before: they do other work."""
+    all_decided = [(name, decided) for name, one in model.named_modules() if (decided := decided_of(one)) is not None]
+    words = {id(decided.entry): repr(decided.entry.decision) for _, decided in all_decided}
+    now = tuple((name, words[id(decided.entry)]) for name, decided in all_decided)
+    had = _had.setdefault(model, set())
+    if now not in had:
+        had.add(now)
+        verify_modules_again(model.modules())
+
+
 # --- The interface ---
 
 
@@ -145,6 +162,9 @@ class Handle:
             if module is not None and is_decided_by(module, decided):
                 take_off(module)
         self._modules, self._decided = [], []
+        model = self._model()
+        if model is not None:
+            _decisions_changed(model)
 
     def __enter__(self) -> Handle:
         return self
@@ -256,6 +276,7 @@ def apply(
                 take_off(done)
             raise
     look_at_places(model)
+    _decisions_changed(model)
     return Handle(model, modules, made)
 
 
@@ -275,3 +296,4 @@ def unapply(model: Module) -> None:
         decided = decided_of(module)
         if decided is None or decided.hooked is None:
             take_off(module)
+    _decisions_changed(model)
