@@ -610,6 +610,8 @@ def test_debug_is_a_default_and_the_caller_wins():
         assert "you passed `debug=True`" not in message(debug=False)
         # The reentrant variant has no use for it, and refuses it only from who asks for it there.
         assert is_ours(stock.checkpoint, use_reentrant=True)
+        with pytest.warns(UserWarning, match="should be passed explicitly"):
+            assert is_ours(stock.checkpoint, use_reentrant=None)
     with patch_torch():
         assert "you passed `debug=True`" not in message()
         with pytest.raises(ValueError, match="debug is only supported when use_reentrant=False"):
