@@ -42,15 +42,16 @@ def holders():
     """Where torch's own and ours are bound now: in all modules but recollect's, and in the classes of this one."""
     names = {id(ORIGINALS[name]): f"torch's {name}" for name in dropin.__all__}
     names |= {id(getattr(dropin, name)): f"our {name}" for name in dropin.__all__}
+    names |= {id(value): f"served {name}" for name, value in vars(_served).items() if inspect.isfunction(value)}
     owners = {name: module for name, module in list(sys.modules.items()) if isinstance(module, types.ModuleType)}
     owners |= {"Holder": Holder, "Inner": Holder.Inner}
     return {
-        f"{name}.{key}": names.get(id(getattr(value, "__func__", value)), "another")
+        f"{name}.{key}": names[id(value.__func__ if type(value) is staticmethod else value)]
         for name, owner in owners.items()
         if not name.startswith("recollect")
+        if type(owner) is type or not names.keys().isdisjoint(map(id, list(vars(owner).values())))
         for key, value in list(vars(owner).items())
-        if type(value) in (types.FunctionType, type, type(dropin.CheckpointPolicy), set, staticmethod)
-        and (id(getattr(value, "__func__", value)) in names or getattr(value, "__module__", "") == "recollect._served")
+        if id(value.__func__ if type(value) is staticmethod else value) in names
     }
 
 
@@ -1006,6 +1007,24 @@ def test_after_a_graph_break_the_engine_is_ours_and_is_not_traced(compiler):
     assert torch.equal(got, expected)
     assert seen == [False, True]
     assert len(traced) <= 2, "x * 2 before, cos after"
+
+
+def test_the_compiler_does_not_look_at_how_a_name_is_served(compiler):
+    @torch._dynamo.disable(recursive=False)
+    def ask(x):
+        return x, stock.CheckpointError
+
+    def frames():
+        torch._dynamo.reset()
+        counters.clear()
+        compiler(lambda x: ask(x * 2)[0].cos(), backend="eager")(leaf(3))
+        return counters["frames"]["total"]
+
+    from torch._dynamo.utils import counters
+
+    without = frames()
+    with patch_torch():
+        assert frames() == without
 
 
 # --- A whole process ---
