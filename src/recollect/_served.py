@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torchs
 
-from recollect import _checkpoint, dropin
+from recollect import _checkpoint, composable, dropin
 from recollect._checkpoint import PolicyLike, gives_contexts
 from recollect._torch import composable_module, is_traced_by_autograd, never_begin
 
@@ -133,20 +131,16 @@ def _in_torchs_words(policy: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _composable() -> Any:
-    """`recollect.composable.checkpoint` with the defaults of the patch; None where there is no such module."""
-    if importlib.util.find_spec("recollect.composable") is None:
-        return None
-    ours = importlib.import_module("recollect.composable").checkpoint
-    module = composable_module()
-    torchs_own: Any = None if module is None else vars(module)["checkpoint"]
+def _composable(module: ModuleType) -> Any:
+    """`recollect.composable.checkpoint` with the defaults of the patch; `module` is where torch has its own."""
+    torchs_own: Any = vars(module)["checkpoint"]
 
-    @functools.wraps(ours)
+    @functools.wraps(composable.checkpoint)
     def checkpoint(module: torch.nn.Module, **asked: Any) -> Any:
         defaults = _Now.defaults
         if defaults is None:
             return torchs_own(module, **asked)
-        return ours(module, **defaults.with_asked({"use_reentrant": False, **asked}))
+        return composable.checkpoint(module, **defaults.with_asked({"use_reentrant": False, **asked}))
 
     return checkpoint
 
@@ -159,7 +153,7 @@ def served() -> list[tuple[ModuleType, Names, Names]]:
     own = ("checkpoint", "checkpoint_sequential", "create_selective_checkpoint_contexts")
     names = {name: globals()[name] if name in own else getattr(dropin, name) for name in dropin.__all__}
     modules = [(torchs, names, _ORIGINALS)]
-    module, ours = composable_module(), _composable()
-    if module is not None and ours is not None:
-        modules.append((module, {"checkpoint": ours}, {}))
+    module = composable_module()
+    if module is not None:
+        modules.append((module, {"checkpoint": _composable(module)}, {}))
     return modules
