@@ -47,12 +47,14 @@ class Layer(nn.Module):
 
     def attention(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        heads = [part.unflatten(-1, (4, -1)).transpose(1, 2) for part in (q, k, v)]
-        return self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(-2))
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in (q, k, v))
+        mixed: Tensor = self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return mixed
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + recollect.region("attn", self.attention)(x)
-        return x + self.down(F.gelu(self.up(x)))
+        result: Tensor = x + self.down(F.gelu(self.up(x)))
+        return result
 
 
 def regions() -> dict[str, Region]:

@@ -8,8 +8,10 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import recollect
-from recollect import dropin
+from recollect import _torch, dropin
 from recollect._engine import calls
 from recollect._engine.scope import here
 from recollect.composable import checkpoint, contract, get_registry, remove
@@ -29,6 +31,7 @@ from tools import (
     ambient_state,
     assert_equal,
     engine_objects,
+    garbage_collector_off,
     hooks_in_force,
     leaf,
 )
@@ -191,7 +194,7 @@ def test_modules_of_one_call_share_state_and_item():
     assert items[0] is items[2] is not items[3]
     with pytest.raises(
         AssertionError,
-        match="Each distinct composable distributed API can only be applied to a module once. "
+        match=r"Each distinct composable distributed API can only be applied to a module once. "
         "multi has already been applied to the following module:",
     ):
         multi([nn.Linear(2, 2), modules[4]])
@@ -356,10 +359,10 @@ def test_an_api_takes_modules_only(wrong):
     def api(module):
         raise AssertionError("it must not be called")
 
-    with pytest.raises(TypeError, match="the first argument of api must be a torch.nn.Module or a list of them"):
+    with pytest.raises(TypeError, match=r"the first argument of api must be a torch.nn.Module or a list of them"):
         api(wrong)
     for ask in (api.state, get_registry, checkpoint.state):
-        with pytest.raises(TypeError, match="module must be a torch.nn.Module, got"):
+        with pytest.raises(TypeError, match=r"module must be a torch.nn.Module, got"):
             ask(wrong)
 
 
@@ -368,7 +371,7 @@ def test_an_api_returns_modules_only():
     def api(module):
         return 3
 
-    with pytest.raises(TypeError, match="what api returns must be a torch.nn.Module or a list of them, got int 3"):
+    with pytest.raises(TypeError, match=r"what api returns must be a torch.nn.Module or a list of them, got int 3"):
         api(nn.Linear(2, 2))
 
 
@@ -494,7 +497,7 @@ def test_a_reentrant_one_is_refused():
     module = nn.Linear(2, 2)
     with pytest.raises(
         NotImplementedError,
-        match="use_reentrant=True is not supported in composable checkpoint. Please use "
+        match=r"use_reentrant=True is not supported in composable checkpoint. Please use "
         "torch.utils.checkpoint.checkpoint instead.",
     ):
         checkpoint(module, use_reentrant=True)
@@ -526,10 +529,10 @@ def test_bad_options_are_refused_at_the_door(options, error, message):
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match="the first argument of checkpoint must be a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"the first argument of checkpoint must be a torch.nn.Module"):
         checkpoint(torch.sin)
     linear = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="module must be a torch.nn.Module, got list"):
+    with pytest.raises(TypeError, match=r"module must be a torch.nn.Module, got list"):
         checkpoint([linear])
     assert get_registry(linear) is None
 
@@ -560,7 +563,7 @@ def test_a_forward_that_runs_later_is_refused(kind):
                 return (one.sin() for one in [x])
 
     if kind == "result":
-        with pytest.raises(TypeError, match="got .*Later .*which gives a generator"):
+        with pytest.raises(TypeError, match=r"got .*Later .*which gives a generator"):
             checkpoint(Later())(leaf(3))
     else:
         with pytest.raises(TypeError, match=f"got .*Later .*which gives a {kind}"):
@@ -733,7 +736,7 @@ def test_debug_lists_the_operators_of_both_runs():
 
     model = nn.Sequential(checkpoint(Branch(), debug=True, determinism_check="default"))
     y = model(leaf(3)).sum()
-    with pytest.raises(recollect.CheckpointError) as info:
+    with pytest.raises(recollect.CheckpointError) as info:  # noqa: PT012
         y.backward(torch.ones(()))  # the values differ and nothing else
         raise recollect.CheckpointError("no error under the drop-in's check")
     assert "no error" in str(info.value)
@@ -1541,7 +1544,7 @@ def test_it_is_taken_off_without_a_trace():
     assert module.runs == 1
     with pytest.raises(ValueError, match=r"module must be one that checkpoint was applied to(.|\n)*Block\("):
         remove(module)
-    with pytest.raises(TypeError, match="module must be a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"module must be a torch.nn.Module"):
         remove("module")
     checkpoint(module)
 
@@ -1592,3 +1595,833 @@ def test_taken_off_while_its_forward_runs():
     module, plain = pair(Leaving)
     assert_same_step(module, plain)
     assert_clean()
+
+
+# --- Exceptions ---
+
+
+class Interrupt(BaseException):
+    """Neither an Exception nor known to anybody."""
+
+
+ERRORS = [ValueError, TypeError, KeyboardInterrupt, SystemExit, GeneratorExit, Interrupt]
+
+
+def assert_works(module):
+    """A step of the module is right, and leaves no state."""
+    plain = copy.deepcopy(module)
+    remove(plain)
+    assert_same_step(module, plain)
+    assert_clean(module)
+
+
+@both_ways
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("first", [True, False])
+def test_an_exception_in_the_forward(kind, first):
+    error = kind("from the forward")
+    module = checkpoint(seeded(Failing))
+    if not first:  # else it is recorded, by a dispatch mode
+        module(leaf(3, 4)).sum().backward()
+    before = ambient_state()
+    module.error = error
+    try:
+        module(leaf(3, 4))
+    except BaseException as raised:
+        assert raised is error  # noqa: PT017
+        module.error = None
+        if calls.replace_forward is _torch.replace_forward or isinstance(error, Exception):
+            assert ambient_state() == before, "at once"
+            assert_clean(module)
+        assert_works(module)
+        assert ambient_state() == before
+    else:
+        raise AssertionError("nothing was raised")
+    assert_works(module)
+    assert ambient_state() == before
+
+
+@both_ways
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("place", ["pre-hook", "prepended pre-hook", "hook", "prepended hook", "backward hook"])
+def test_an_exception_in_another_hook(kind, place):
+    error = kind("from a hook")
+    fails = []
+
+    def fail(*_):
+        if fails:
+            raise error
+
+    module = checkpoint(seeded())
+    if place == "backward hook":
+        module.register_full_backward_hook(lambda *_: None)
+        module.forward = types.MethodType(lambda self, x: (fail(), Block.forward(self, x))[1], module)
+    elif "pre-hook" in place:
+        module.register_forward_pre_hook(fail, prepend="prepended" in place)
+    else:
+        module.register_forward_hook(fail, prepend="prepended" in place)
+    module(leaf(3, 4)).sum().backward()
+    before = ambient_state()
+    fails.append(1)
+    try:
+        module(leaf(3, 4))
+    except BaseException as raised:
+        assert raised is error  # noqa: PT017
+        fails.clear()
+        if isinstance(error, Exception):
+            assert ambient_state() == before
+            assert_clean(module)
+        x = leaf(3)
+        x.sin().exp().sum().backward()
+        expected = x.grad.clone()
+        assert ambient_state() == before, "what is cut off ends with the next tensor that is saved, at the latest"
+        assert torch.equal(expected, x.detach().sin().exp() * x.detach().cos())
+        assert_clean(module)
+    module(leaf(3, 4)).sum().backward()
+    assert ambient_state() == before
+
+
+def interrupted_before_its_forward(module):
+    """An interrupt that only the frame of the module's call tells of; gives the exception, which holds that frame."""
+    armed = [True]
+
+    def interrupt(*_):
+        if armed:
+            raise KeyboardInterrupt
+
+    handle = module.register_forward_pre_hook(interrupt)
+    try:
+        module(leaf(3, 4))
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        handle.remove()
+    raise AssertionError("it was not interrupted")
+
+
+@both_ways
+def test_what_was_cut_off_does_not_disturb_plain_autograd():
+    module = checkpoint(seeded())
+    error = interrupted_before_its_forward(module)
+    assert hooks_in_force() is not None, "nobody told"
+    x = leaf(3)
+    y = x.sin()  # saves its input
+    z = y.exp()  # saves its result
+    assert hooks_in_force() is None
+    (first,) = torch.autograd.grad(z.sum(), x, create_graph=True)
+    first.sum().backward()
+    expected = leaf(3)
+    (once,) = torch.autograd.grad(expected.sin().exp().sum(), expected, create_graph=True)
+    once.sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+    assert_clean(module)
+    assert error is not None
+
+
+def test_what_was_cut_off_leaves_autograds_own_check_in_force():
+    module = checkpoint(seeded())
+    error = interrupted_before_its_forward(module)
+    x = leaf(3) * 1
+    y = x.sin()
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    assert error is not None
+
+
+def test_what_was_cut_off_ends_with_the_exception():
+    module = checkpoint(seeded())
+    with garbage_collector_off():
+        error = interrupted_before_its_forward(module)
+        assert hooks_in_force() is not None
+        del error
+        assert_clean(module)
+
+
+@both_ways
+@pytest.mark.parametrize("by", ["region", "module", "replay", "double backward", "save_on_cpu", "region around"])
+def test_what_was_cut_off_ends_with_whatever_comes_next(by):
+    module = checkpoint(seeded())
+    other = checkpoint(seeded(seed=1))
+    x = leaf(3)
+    begun = recollect.checkpoint(torch.sin, x).exp().sum()
+    for one in (module, other):
+        one(leaf(3, 4)).sum().backward()
+    before = ambient_state()
+    if by == "region around":
+
+        def region(x):
+            region.error = interrupted_before_its_forward(module)
+            return x.sin().exp()
+
+        recollect.checkpoint(region, leaf(3), determinism_check="default")
+        assert ambient_state() == before
+        return
+    error = interrupted_before_its_forward(module)
+    if by == "region":
+        recollect.checkpoint(torch.sin, leaf(3))
+    elif by == "module":
+        other(leaf(3, 4)).sum().backward()
+    elif by == "replay":
+        begun.backward()  # autograd puts back at the end what was in force at the start
+        leaf(3).sin()
+    elif by == "double backward":
+        torch.autograd.grad(begun, x, create_graph=True)
+        leaf(3).sin()
+    else:
+        with torch.autograd.graph.save_on_cpu():
+            mine = hooks_in_force()
+            other(leaf(3, 4))
+            assert hooks_in_force() == mine
+    assert ambient_state() == before
+    assert_clean(module)
+    assert error is not None
+    assert_works(module)
+
+
+def test_what_was_cut_off_belongs_to_its_thread():
+    module = checkpoint(seeded())
+    held = []
+
+    def work():
+        held.append(interrupted_before_its_forward(module))
+        mine = hooks_in_force()
+        held.append(mine is not None)
+        taken.set()
+        dropped.wait(60)
+        other = checkpoint(seeded())
+        other(leaf(3, 4)).sum().backward()
+        held.append(hooks_in_force())
+
+    taken, dropped = threading.Event(), threading.Event()
+    thread = threading.Thread(target=work)
+    thread.start()
+    taken.wait(60)
+    with torch.autograd.graph.save_on_cpu():
+        mine = hooks_in_force()
+        del held[0]  # the frame of the other thread's call dies here
+        assert hooks_in_force() == mine
+    dropped.set()
+    thread.join(60)
+    assert held == [True, None]
+    assert_clean(module)
+
+
+@both_ways
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("outer", ["region", "module", "module with contexts"])
+def test_an_exception_deep_inside(kind, outer):
+    """The exception passes through modules and regions, and is caught in the middle or at the top."""
+
+    class Outer(nn.Module):
+        def __init__(self, inner, catches):
+            super().__init__()
+            self.inner, self.catches = inner, catches
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.linear(x).sin()
+            try:
+                x = self.inner(x)
+            except BaseException:
+                if not self.catches or isinstance(sys.exc_info()[1], recollect._engine.replay.Stop):
+                    raise
+                x = x.cos()
+            return x.exp()
+
+    for catches in (True, False):
+        inner = checkpoint(Failing(kind("deep")))
+        middle = Outer(nn.Sequential(inner), catches=catches)
+        options = {"policy": recollect.policies.save_matmuls} if outer == "module with contexts" else {}
+        if outer != "region":
+            checkpoint(middle, **options)
+        before = ambient_state()
+
+        def run(x, middle=middle):
+            return recollect.checkpoint(middle, x) if outer == "region" else middle(x)
+
+        if catches:
+            x = leaf(3, 4)
+            run(x).sum().backward()
+            expected = leaf(3, 4)
+            middle.linear(expected).sin().cos().exp().sum().backward()
+            assert torch.equal(x.grad, expected.grad)
+        else:
+            with pytest.raises(kind, match="deep"):
+                run(leaf(3, 4))
+            if outer != "region":
+                leaf(3).sin()  # nobody tells of an interrupt where there is no guard
+        assert ambient_state() == before
+        assert_clean(inner)
+        inner.error = None
+        run(leaf(3, 4)).sum().backward()
+        assert ambient_state() == before
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_the_context_of_the_forward_gets_the_exception_first(kind):
+    log = []
+
+    class Notes:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, kind, value, tb):
+            log.append(value)
+
+    error = kind("x")
+    module = checkpoint(Failing(error), context_fn=lambda: (Notes(), contextlib.nullcontext()))
+    with pytest.raises(kind) as info:
+        module(leaf(3, 4))
+    assert log == [error]
+    assert info.value is error
+    assert info.value.__context__ is None
+    assert_clean(module)
+
+
+def test_a_context_that_would_suppress_an_exception():
+    module = checkpoint(Failing(ValueError("x")), context_fn=lambda: (contextlib.suppress(ValueError), noop_pair()[1]))
+    with pytest.raises(RuntimeError, match=r"context_fn suppressed .*Failing"):
+        module(leaf(3, 4))
+    assert_clean(module)
+    module.error = None
+    module(leaf(3, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("wrong", ["raises", "gives one", "fails to enter"])
+def test_a_context_fn_that_fails(wrong):
+    class Locked:
+        def __enter__(self):
+            raise LookupError("locked")
+
+        def __exit__(self, *_):
+            return None
+
+    def context_fn():
+        if wrong == "raises":
+            raise LookupError("locked")
+        return contextlib.nullcontext() if wrong == "gives one" else (Locked(), contextlib.nullcontext())
+
+    module = checkpoint(seeded(), context_fn=context_fn)
+    with pytest.raises(TypeError if wrong == "gives one" else LookupError):
+        module(leaf(3, 4))
+    assert_clean(module)
+    assert module.runs == 0
+
+
+@both_ways
+@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("place", ["forward", "pre-hook", "prepended pre-hook", "hook"])
+def test_an_exception_in_the_replay(kind, place):
+    error = kind("from the replay")
+    fails = []
+
+    def fail(*_):
+        if fails:
+            raise error
+
+    module = checkpoint(seeded(), early_stop=False)
+    if place == "forward":
+        module.forward = types.MethodType(lambda self, x: (fail(), Block.forward(self, x))[1], module)
+    elif place == "hook":
+        module.register_forward_hook(fail)
+    else:
+        module.register_forward_pre_hook(fail, prepend="prepended" in place)
+    before = ambient_state()
+    x = leaf(3, 4)
+    y = module(x)
+    fails.append(1)
+    with pytest.raises(kind) as info:
+        y.sum().backward(retain_graph=True)
+    assert info.value is error
+    assert ambient_state() == before
+    assert_clean(module)
+    fails.clear()
+    y.sum().backward()
+    assert x.grad is not None
+    assert ambient_state() == before
+
+
+def test_an_exception_does_not_hold_itself():
+    class Held(Exception):  # noqa: N818
+        pass
+
+    def once(**options):
+        module = checkpoint(Failing(), **options)
+        module.forward = types.MethodType(raising, module)
+        try:
+            module(leaf(3, 4))
+        except (Held, KeyboardInterrupt) as error:
+            return weakref.ref(error)
+        raise AssertionError
+
+    def raising(self, x):
+        self.linear(x)
+        raise kind
+
+    class HeldInterrupt(KeyboardInterrupt):
+        pass
+
+    for kind in (Held, HeldInterrupt):
+        for options in (
+            {},
+            {"determinism_check": "none"},
+            {"policy": recollect.policies.save_matmuls},
+            {"context_fn": noop_pair},
+        ):
+            with garbage_collector_off():
+                assert once(**options)() is None, (kind, options)
+
+
+# --- Threads ---
+
+
+def in_threads(*works):
+    """Run all of them at once; the first exception of any is raised."""
+    errors, start = [], threading.Barrier(len(works))
+
+    def run(work):
+        try:
+            start.wait(60)
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
+
+
+@pytest.fixture
+def _switch_threads_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("_switch_threads_often")
+@both_ways
+def test_two_threads_call_one_module():
+    module, plain = pair(functools.partial(Block, 0.0))
+    weight = plain.up.weight
+
+    def work(seed):
+        def run():
+            for number in range(40):
+                x = leaf(3, 4, seed=seed + number)
+                y = module(x)
+                got = torch.autograd.grad(y.sum(), [x, module.up.weight])
+                expected_x = leaf(3, 4, seed=seed + number)
+                expected = torch.autograd.grad(plain(expected_x).sum(), [expected_x, weight])
+                assert_equal(got, expected)
+                assert hooks_in_force() is None
+                assert here.scope is None
+
+        return run
+
+    in_threads(work(0), work(1000), work(2000))
+    assert_clean(module)
+
+
+def test_one_thread_replays_while_another_runs_a_forward():
+    """`enable_hook` is False in the thread of the replay alone."""
+    module = checkpoint(seeded(functools.partial(Block, 0.0)))
+    y = module(leaf(3, 4))
+    seen, replaying, done = {}, threading.Event(), threading.Event()
+
+    def wait_in_the_replay(*_):
+        if recollect.is_recomputing():
+            seen["replay"] = checkpoint.state(module).enable_hook
+            replaying.set()
+            done.wait(60)
+
+    module.register_forward_pre_hook(wait_in_the_replay)
+
+    def other():
+        replaying.wait(60)
+        seen["forward"] = checkpoint.state(module).enable_hook
+        seen["generator"] = checkpoint.state(module)._ac_generator
+        before = len(engine_objects())
+        other.result = module(leaf(3, 4))
+        seen["regions"] = len(engine_objects()) - before
+        done.set()
+
+    in_threads(lambda: y.sum().backward(), other)
+    assert seen["replay"] is False
+    assert seen["forward"] is True
+    assert seen["generator"] is None
+    assert seen["regions"] > 0, "it became a region"
+    other.result.sum().backward()
+
+
+def test_replicas_for_other_devices():
+    module, plain = pair(functools.partial(Block, 0.0))
+    replica = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        twin = child._replicate_for_data_parallel()
+        for key, parameter in child.named_parameters():
+            setattr(twin, key, parameter * 2)
+        replica._modules[name] = twin
+    assert checkpoint.state(replica) is checkpoint.state(module)
+    with torch.no_grad():
+        for one in plain.parameters():
+            one.mul_(2)
+    x, expected = leaf(3, 4), leaf(3, 4)
+    replica(x).sum().backward()
+    plain(expected).sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad * 2)
+    assert replica.runs == 2
+    assert module.runs == 0
+
+
+@pytest.mark.usefixtures("_switch_threads_often")
+@both_ways
+def test_replicas_in_threads():
+    module, plain = pair(functools.partial(Block, 0.0))
+    replicas = [module._replicate_for_data_parallel() for _ in range(3)]
+    for replica in replicas:
+        for name, child in module.named_children():
+            twin = child._replicate_for_data_parallel()
+            for key, parameter in child.named_parameters():
+                setattr(twin, key, parameter.clone())
+            replica._modules[name] = twin
+    inputs = [leaf(3, 4, seed=seed) for seed in range(3)]
+    outputs = [None] * 3
+
+    def work(index):
+        def run():
+            outputs[index] = replicas[index](inputs[index])
+
+        return run
+
+    in_threads(*map(work, range(3)))
+    sum(one.sum() for one in outputs).backward()
+    for index in range(3):
+        expected = leaf(3, 4, seed=index)
+        plain(expected).sum().backward()
+        assert torch.equal(inputs[index].grad, expected.grad)
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert_clean(module)
+
+
+# --- Memory ---
+
+
+@both_ways
+@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"policy": recollect.policies.save_matmuls}])
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_step_leaves_nothing_behind(options, hooked):
+    module = checkpoint(seeded(), **options)
+    if hooked:
+        module.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        module.register_forward_hook(
+            lambda module, args, result: None if result is None else result.sin(), always_call=True
+        )
+        module.register_full_backward_hook(lambda *_: None)
+
+    def step():
+        x = leaf(3, 4)
+        y = module(x)
+        y.sum().backward()
+        module.zero_grad()
+        return weakref.ref(x), weakref.ref(y)
+
+    for _ in range(2):
+        step()
+    with garbage_collector_off():
+        before = len(engine_objects())
+        references = [reference for _ in range(3) for reference in step()]
+        assert [reference() for reference in references] == [None] * 6
+        assert len(engine_objects()) == before
+
+
+@both_ways
+def test_what_a_graph_keeps_dies_with_it():
+    module = checkpoint(seeded())
+    with garbage_collector_off():
+        before = len(engine_objects())
+        x = leaf(3, 4) * 1
+        given = weakref.ref(x)
+        y = module(x)
+        del x
+        assert given() is not None, "a replay needs it"
+        del y
+        assert given() is None
+        assert len(engine_objects()) == before
+
+
+def test_a_module_dies_without_the_garbage_collector():
+    with garbage_collector_off():
+        module = checkpoint(seeded())
+        module(leaf(3, 4)).sum().backward()
+        module(leaf(3, 4))
+        reference = weakref.ref(module)
+        del module
+        assert reference() is None
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bytes_alive_are_those_of_a_region(nested):
+    def peak(run):
+        x = leaf(64, 64)
+        run(x).sum().backward()
+        run(x).sum().backward()
+        with LiveBytes() as alive:
+            run(x).sum().backward()
+        return alive.peak
+
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(*layers)
+
+    def as_regions(x):
+        for layer in layers:
+            x = recollect.checkpoint(layer, x)
+        return x
+
+    plain = peak(lambda x: recollect.checkpoint(as_regions, x) if nested else as_regions(x))
+    for layer in layers:
+        checkpoint(layer)
+    if nested:
+        checkpoint(model)
+    assert peak(model) <= plain
+
+
+# --- What else works in there ---
+
+
+def test_named_regions_and_pinned_calls_inside():
+    runs = []
+
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def attention(self, x):
+            runs.append("attention")
+            return x.softmax(-1)
+
+        def forward(self, x):
+            recollect.once(runs.append, "once")
+            weights, chosen = recollect.pin(self.route)(self.linear(x))
+            x = recollect.region("attn", self.attention)(x.gather(-1, chosen) * weights)
+            return x.sin().exp()
+
+        def route(self, x):
+            runs.append("route")
+            return torch.topk(x, 2)
+
+    def plain_forward(module, x):
+        weights, chosen = torch.topk(module.linear(x), 2)
+        return (x.gather(-1, chosen) * weights).softmax(-1).sin().exp()
+
+    module = checkpoint(seeded(Routed), policy=recollect.by_name({"attn": recollect.Save()}))
+    plain = seeded(Routed)
+    for step in range(2):
+        runs.clear()
+        got = gradients(module, leaf(3, 4), seed=step)
+        assert runs == ["once", "route", "attention"]
+        assert_equal(got, gradients(plain, leaf(3, 4), run=plain_forward, seed=step))
+
+
+@both_ways
+def test_what_other_hooks_pin_does_not_get_into_the_regions_journal():
+    log = []
+
+    class Once(nn.Module):
+        def forward(self, x):
+            recollect.once(log.append, "forward")
+            return x.sin().exp()
+
+    module = checkpoint(Once(), early_stop=False, policy=recollect.by_name({"named": recollect.Save()}))
+    named = recollect.region("named", lambda: log.append("named"))
+    for prepend in (True, False):
+        module.register_forward_pre_hook(lambda *_: recollect.once(log.append, "before"), prepend=prepend)
+    module.register_forward_hook(lambda *_: recollect.once(log.append, "after"))
+    module.register_forward_hook(lambda *_: named())
+    module.register_forward_pre_hook(lambda *_: named(), prepend=True)
+    x = leaf(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the policy matches nothing inside
+        y = module(x)
+    assert log == ["named", "before", "before", "forward", "after", "named"]
+    log.clear()
+    y.sum().backward()
+    # Those outside of the region run again, that within it does not, nor what its own pre-hooks do within it.
+    assert log == ["named", "before", "after", "named"]
+
+
+def test_explain_shows_what_the_module_saves_under_its_own_policy():
+    module = seeded(functools.partial(Block, 0.0))
+    expected = recollect.explain(module, leaf(3, 4), policy=recollect.policies.save_matmuls)
+    checkpoint(module, policy=recollect.policies.save_matmuls)
+    found = recollect.explain(module, leaf(3, 4))
+    assert found.rows == expected.rows
+    assert str(found) == str(expected)
+    assert_clean(module)
+
+
+def test_explain_of_a_model_with_such_modules():
+    module = seeded(functools.partial(Block, 0.0))
+    model = nn.Sequential(nn.Linear(4, 4), checkpoint(module))
+    found = recollect.explain(model, leaf(3, 4))
+    modules = {row.module for row in found.rows}
+    assert "Sequential.1.up" in modules
+    assert "Sequential.0" in modules
+
+
+def test_messages_name_the_class_of_the_module():
+    class Unlucky(Block):
+        pass
+
+    module = checkpoint(Unlucky())
+    y = module(leaf(3, 4))
+    with torch.no_grad():
+        module.up.weight.mul_(2)
+    with pytest.raises(recollect.CheckpointError, match="Unlucky") as info:
+        y.sum().backward()
+    assert "'up.weight' of Unlucky" in str(info.value)
+    assert "ModuleFunction" not in str(info.value)
+    assert "calls.py" not in str(info.value)
+
+
+def test_groups_share_one_replay():
+    runs = []
+
+    class Two(nn.Module):
+        def forward(self, a, b):
+            runs.append(1)
+            return a.sin().exp(), b.sin().exp()
+
+    module = checkpoint(Two())
+    inputs = leaf(3), leaf(3, seed=1)
+    outputs = module(*inputs)
+    with dropin.GraphExecGroup():
+        for one, other in zip(outputs, inputs, strict=True):
+            one.sum().backward(inputs=[other])
+    assert len(runs) == 2
+
+
+def test_a_backward_inside_the_forward():
+    class Inside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x).sin().exp()
+            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return grad.sin() + y
+
+    module, plain = pair(Inside)
+    assert_same_step(module, plain, run=lambda module, x: module(x * 1))
+    assert_clean(module)
+
+
+def test_autocast_and_subclasses_of_tensors_around():
+    module, plain = pair()
+
+    def run(module, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(x)
+
+    assert_same_step(module, plain, run=run)
+
+
+def test_saved_tensor_hooks_of_the_user_around_and_inside():
+    class Offloading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autograd.graph.save_on_cpu():
+                x = self.linear(x).sin()
+            return x.exp()
+
+    def run(module, x):
+        with torch.autograd.graph.save_on_cpu():
+            return module(x.sin())
+
+    module, plain = pair(Offloading)
+    assert_same_step(module, plain, run=run)
+
+
+def test_transforms_that_refuse_hooks_leave_no_state():
+    module = checkpoint(seeded(functools.partial(Block, 0.0)))
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(lambda x: module(x).sum())(torch.ones(3, 4))
+    assert_clean(module)
+    assert_works(module)
+
+
+def test_the_compiler_sees_a_plain_module():
+    module, plain = pair(functools.partial(Block, 0.0))
+    compiled = torch.compile(module, backend="eager")
+    x, expected = leaf(3, 4), leaf(3, 4)
+    compiled(x).sum().backward()
+    plain(expected).sum().backward()
+    torch.testing.assert_close(x.grad, expected.grad)
+    assert_clean(module)
+
+
+# --- Odd programs ---
+
+
+@pytest.mark.parametrize("prepend", [True, False])
+def test_a_hook_that_changes_the_keyword_arguments_in_place(prepend):
+    def double(module, args, kwargs):
+        kwargs["scale"] = kwargs["scale"] * 2
+
+    plain = seeded(Scaled)
+    module = checkpoint(copy.deepcopy(plain))
+    for one in (module, plain):
+        one.register_forward_pre_hook(double, with_kwargs=True, prepend=prepend)
+
+    def run(module, x):
+        y = module(x, scale=x.exp())
+        y.sum().backward(retain_graph=True)
+        return y
+
+    assert_same_step(module, plain, run=run)
+
+
+@both_ways
+def test_a_hook_that_calls_the_module_itself():
+    busy = []
+
+    def probe(module, args):
+        if isinstance(module, Block) and not busy:
+            busy.append(1)
+            try:
+                with torch.no_grad():
+                    module(torch.zeros(1, 4))
+                module(torch.ones(1, 4))
+            finally:
+                busy.clear()
+
+    module, plain = pair(functools.partial(Block, 0.0))
+    handle = register_module_forward_pre_hook(probe)
+    try:
+        assert_same_step(module, plain)
+    finally:
+        handle.remove()
+    assert_clean(module)
+
+
+def test_a_scripted_module_takes_no_hooks():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="got a scripted module"):
+        checkpoint(module)
+    assert get_registry(module) is None

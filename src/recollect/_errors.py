@@ -502,6 +502,13 @@ def not_a_module(what: str, value: object, *, lists: bool) -> TypeError:
     return TypeError(f"{what} must be {allowed}, got {describe_value(value)}")
 
 
+def takes_no_hooks(module: object) -> TypeError:
+    return TypeError(
+        f"module must be one that takes hooks, got a scripted module ({type(module).__name__}): apply it to a module "
+        "that calls this one, or use recollect.checkpoint"
+    )
+
+
 def not_in_composable() -> NotImplementedError:
     return NotImplementedError(
         "use_reentrant=True is not supported in composable checkpoint. Please use torch.utils.checkpoint.checkpoint "

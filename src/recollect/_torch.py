@@ -243,13 +243,15 @@ def pop_hooks_of(pack: object) -> None:
 def remove_hooks_of(pack: object) -> None:
     """Take the hooks of `pack` off wherever they are in the stack; those above them stay."""
     above: list[Hooks] = []
-    while (hooks := pushed_hooks()) is not None:
-        pop_hooks()
-        if hooks[0] is pack:
-            break
-        above.append(hooks)
-    for hooks in reversed(above):
-        push_hooks(*hooks)
+    try:
+        while (hooks := pushed_hooks()) is not None and hooks[0] is not pack:
+            above.append(hooks)
+            pop_hooks()
+        if hooks is not None:
+            pop_hooks()
+    finally:
+        for hooks in reversed(above):
+            push_hooks(*hooks)
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -39,12 +39,13 @@ from recollect._checkpoint import (
     refuse_to_run_later,
 )
 from recollect._decided import Decided, Entry, decided_of, install, take_off, why_not
-from recollect._engine.calls import ModuleFunction, end_of_call
+from recollect._engine.calls import ModuleFunction, call_awaited, end_of_call, is_awaited
 from recollect._engine.frame import Options
-from recollect._engine.opened import open_region
-from recollect._engine.scope import Scope, here
+from recollect._engine.opened import WatchedCall, open_region
+from recollect._engine.scope import Scope, Watch, here
+from recollect._inputs import Arguments
 from recollect._torch import is_failed_call, never_begin
-from recollect.policy import Recompute
+from recollect.policy import Policy, Recompute
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -167,8 +168,7 @@ def get_registry(module: nn.Module) -> OrderedDict[str, RegistryItem] | None:
         ['checkpoint']
     """
     _modules_in(module, "module", lists=False)
-    found: OrderedDict[str, RegistryItem] | None = vars(module).get(_REGISTRY)
-    return found
+    return vars(module).get(_REGISTRY) or None
 
 
 def _state_of(api: Any, module: nn.Module) -> Any:
@@ -244,6 +244,11 @@ class CheckpointState:
             module.register_forward_hook(self.after_forward, prepend=True, always_call=True),
         ]
 
+    @property
+    def policy(self) -> Policy | None:
+        """What is kept all the same."""
+        return self._options.policy
+
     def uninstall(self) -> None:
         """Take them off again."""
         self.is_enabled = self.is_applied = False
@@ -298,10 +303,10 @@ class CheckpointState:
         if torch.compiler.is_compiling():
             return None
         caller = sys._getframe(1)
-        window = here.awaited
-        if window is not None and window.module is module:
+        awaited = here.awaited
+        if awaited is not None and is_awaited(module, caller):
             here.awaited = None  # for this call; those inside are regions as they were in the forward
-            return window.open(caller)
+            return awaited.begin(caller, args, kwargs)
         if self.is_enabled:
             context_fn = self.context_fn
             contexts = None if context_fn is noop_context_fn else contexts_of(context_fn)
@@ -371,6 +376,8 @@ def checkpoint(
     """
     if not isinstance(module, nn.Module):
         raise _errors.not_a_module("module", module, lists=False)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise _errors.takes_no_hooks(module)
     if use_reentrant:
         raise _errors.not_in_composable()
     if unknown:
@@ -389,6 +396,13 @@ def checkpoint(
     assert state is not None, "contract has just made it"
     state.install(module, options, context_fn)
     return module
+
+
+def call_watched(module: nn.Module, arguments: Arguments, options: Options, watch: Watch) -> Any:
+    """Call a module that `checkpoint` was applied to, for once with other options, and watch its region."""
+    state = checkpoint.state(module)
+    assert state is not None, "only then there is a hook to begin it"
+    return call_awaited(WatchedCall(ModuleFunction(module, state), options, watch), *arguments)
 
 
 def remove(module: nn.Module) -> nn.Module:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect import _errors
+from recollect import _errors, composable
 from recollect._ambient import RandomState
 from recollect._checkpoint import RUN_LATER, PolicyLike, checked_options, refuse_to_run_later
 from recollect._engine.frame import run_region
@@ -280,9 +280,10 @@ def explain(
     the running statistics of a BatchNorm.
 
     Args:
-        function: A function or module, or what `remat` made of one.
+        function: A function or module, or what `remat` or `composable.checkpoint` made of one.
         *args: Its arguments.
-        policy: As for `checkpoint`; that of `remat` where there is one and no other is given.
+        policy: As for `checkpoint`; the function's own where it has one (`remat`, `composable.checkpoint`) and no other
+            is given.
         **kwargs: Every other keyword goes to `function`.
 
     Returns:
@@ -316,6 +317,10 @@ def explain(
     if chosen is not None:  # made by `remat`: its function is the region, with the policy that it was given
         function = function.__wrapped__  # type: ignore[attr-defined]
         policy = chosen.policy if policy is None else policy
+    module = function if isinstance(function, torch.nn.Module) else None
+    applied = None if module is None else composable.checkpoint.state(module)
+    if applied is not None:
+        policy = applied.policy if policy is None else policy
     options = checked_options("default", False, True, True, None, policy)
     arguments = find_tensors(args, kwargs)[0]
     with without_torch_function():
@@ -324,7 +329,10 @@ def explain(
     try:
         with torch.enable_grad(), watcher:
             named = dataclasses.replace(options, policy=_Named(options.policy))
-            result = run_region(function, args, kwargs, named, watch=watcher.watch)
+            if module is None or applied is None:
+                result = run_region(function, args, kwargs, named, watch=watcher.watch)
+            else:
+                result = composable.call_watched(module, (args, kwargs), named, watcher.watch)
         watcher.nodes = function_nodes(find_tensors((result,), {})[0])
     finally:
         before.put()

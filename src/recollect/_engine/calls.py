@@ -35,7 +35,15 @@ from torch.nn import Module
 from recollect._ambient import RandomState
 from recollect._engine.scope import Scope, here
 from recollect._inputs import Arguments
-from recollect._torch import call_of_hook, pop_hooks, push_hooks, pushed_hooks, remove_hooks_of, replace_forward
+from recollect._torch import (
+    call_of_hook,
+    called_module,
+    pop_hooks,
+    push_hooks,
+    pushed_hooks,
+    remove_hooks_of,
+    replace_forward,
+)
 from recollect._verify import traces_start_here
 
 
@@ -98,7 +106,7 @@ class Opened:
 
     def is_running(self) -> bool:
         """Whether the call is still going on, or does not end unnoticed."""
-        if not self.is_exposed:
+        if not self.is_exposed or get_ident() != self._thread:  # a backward inside has threads of its own
             return True
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not self._is_gone:
@@ -108,26 +116,28 @@ class Opened:
         return False
 
     def end(self, error: BaseException | None) -> None:
-        """The forward has ended, with `error` if it failed. Does nothing the second time."""
+        """The forward has ended, with `error` if it failed.
+
+        Does nothing the second time, unless an interrupt came in the midst of the first.
+        """
         if self.ended:
             return
-        self.ended = True
-        self._frame = None
-        succeeded = error is None
+        scope, succeeded = self.scope, error is None
+        scope.opened = self._frame = None
+        contexts, self.contexts = self.contexts, None
         try:
-            if here.scope is not self.scope:
+            if here.scope is not scope:
                 innermost()
-            if self.contexts is not None:
-                self.contexts.leave(error)
+            if contexts is not None:
+                contexts.leave(error)
         except BaseException:
             succeeded = False
             raise
         finally:
             error = None  # a traceback that holds this Python frame must not be held by it
-            scope = self.scope
-            scope.opened = None
-            del self.scope  # the hooks, which live as long as the graph, have this
             self._close(scope, succeeded=succeeded)
+            self.ended = True
+            del self.scope  # the hooks, which live as long as the graph, have this
 
     def _close(self, scope: Scope, *, succeeded: bool) -> None:
         raise NotImplementedError
@@ -142,10 +152,10 @@ class Opened:
     def frame_ended(self) -> None:
         """The call is over for good."""
         if not self.ended:
-            if get_ident() == self._thread:
+            self._is_gone = True
+            # Else it is another thread's to end, or something runs that began since.
+            if get_ident() == self._thread and here.scope is self.scope:
                 self.abandon()
-            else:
-                self._is_gone = True  # what is open is another thread's
 
 
 class _Guard:
@@ -162,10 +172,10 @@ class _Guard:
         opened.is_exposed = False
         try:
             result = self._forward(*args, **kwargs)
+            opened.end(None)
         except BaseException as error:
             opened.end(error)
             raise
-        opened.end(None)
         return result
 
     def __del__(self) -> None:
@@ -203,7 +213,37 @@ def end_of_call(hook_caller: FrameType, error: BaseException | None) -> None:
         scope.opened.end(error)
 
 
-# --- In a replay ---
+# --- Calls that the hook knows of ---
+
+
+class Awaited(Protocol):
+    """What the hook of a module begins when we call the module, instead of what it begins for others."""
+
+    module: Module
+
+    def begin(self, hook_caller: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Begin, in the place of the hook; gives other arguments for the module, or None."""
+
+
+def is_awaited(module: Module, hook_caller: FrameType) -> bool:
+    """Whether a hook is called for the very call of the module that is awaited, and not for one inside of it."""
+    if here.awaited is None or here.awaited.module is not module:
+        return False
+    frame = call_of_hook(hook_caller).f_back
+    while frame is not None and frame.f_code is not call_awaited.__code__:
+        if called_module(frame) is module:
+            return False
+        frame = frame.f_back
+    return True
+
+
+def call_awaited(awaited: Awaited, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a module so that its hook begins `awaited`."""
+    before, here.awaited = here.awaited, awaited
+    try:
+        return awaited.module(*args, **kwargs)
+    finally:
+        here.awaited = before
 
 
 class Window(Opened):
@@ -230,8 +270,8 @@ class Window(Opened):
         scope.has_policy, scope.policy = False, None
         scope.position = sys.maxsize  # behind all that is in the journal
 
-    def open(self, hook_caller: FrameType) -> Arguments:
-        """Begin; gives the arguments that the region began with."""
+    def begin(self, hook_caller: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Give the arguments that the region began with."""
         scope = self.scope
         try:
             self.tie(hook_caller)
@@ -243,10 +283,12 @@ class Window(Opened):
         except BaseException as error:
             self.end(error)
             raise
-        return self._arguments
+        args, kwargs = self._arguments
+        return args, dict(kwargs)  # other hooks may change it
 
     def _close(self, scope: Scope, *, succeeded: bool) -> None:
-        remove_hooks_of(scope.pack)
+        if self.call:
+            remove_hooks_of(scope.pack)
         self._shut(scope)
 
 
@@ -274,15 +316,11 @@ def call_for_replay(scope: Scope, arguments: Arguments, enter: Callable[[], cont
     """Call a region's module again; `enter` enters what is around the region's part of it."""
     function: Any = scope.frame.function
     module, applied = function.__wrapped__, function.applied
-    args, kwargs = arguments
     window = Window(scope, module, arguments, enter)
-    before, here.awaited = here.awaited, window
     try:
         with contextlib.nullcontext() if applied.is_applied else applied.lent_to(module):
-            module(*args, **kwargs)
+            call_awaited(window, *arguments)
+        window.end(None)
     except BaseException as error:
         window.end(error)
         raise
-    finally:
-        here.awaited = before
-    window.end(None)

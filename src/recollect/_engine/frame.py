@@ -427,16 +427,16 @@ class Contexts:
 
     def __init__(self, scope: Scope, context: contextlib.AbstractContextManager[Any] | None) -> None:
         self._scope = scope
+        self._stack = contextlib.ExitStack()
         frame = scope.frame
         policy = frame.options.policy
+        self._mode = None if policy is None else forward_mode(policy, scope)
         try:
-            self._mode = None if policy is None else forward_mode(policy, scope)
-            with contextlib.ExitStack() as stack:  # leaves those already entered if one fails to enter
-                for one in (context, self._mode, frame.trace, scope.recorder):
-                    if one is not None:
-                        stack.enter_context(one)
-                self._stack = stack.pop_all()
-        except BaseException:
+            for one in (context, self._mode, frame.trace, scope.recorder):
+                if one is not None:
+                    self._stack.enter_context(one)
+        except BaseException as error:
+            self._stack.__exit__(type(error), error, error.__traceback__)
             self._forget()
             raise
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,8 +16,8 @@ from torch import Tensor
 from recollect import _errors
 from recollect._engine.calls import ModuleFunction, Opened
 from recollect._engine.frame import Contexts, Options, forward_ended, prepare
-from recollect._engine.scope import Scope, here
-from recollect._torch import current_node, never_begin_in, push_hooks, remove_hooks_of, version_of
+from recollect._engine.scope import Scope, Watch, here
+from recollect._torch import current_node, never_begin_in, push_hooks, remove_hooks_of, top_hooks, version_of
 
 
 class _OpenRegion(Opened):
@@ -24,13 +25,13 @@ class _OpenRegion(Opened):
 
     def __init__(self, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         super().__init__(scope)
-        self._arguments = args, kwargs, tensors
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any], list[Tensor]] | None = (args, kwargs, tensors)
 
     def _close(self, scope: Scope, *, succeeded: bool) -> None:
         remove_hooks_of(scope.pack)  # where the call was cut off, others may lie above them by now
-        args, kwargs, tensors = self._arguments
-        self._arguments = (), {}, []
-        forward_ended(scope, args, kwargs, tensors, succeeded)
+        if self._arguments is not None:
+            forward_ended(scope, *self._arguments, succeeded)
+            self._arguments = None
 
 
 def open_region(
@@ -40,12 +41,14 @@ def open_region(
     options: Options,
     contexts: tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]] | None,
     hook_caller: FrameType,
+    watch: Watch | None = None,
 ) -> None:
     """Begin a region for the module's call in which `hook_caller` called a hook before its forward."""
     context, replay_context = (None, None) if contexts is None else contexts
-    scope, tensors = prepare(function, args, kwargs, options, replay_context)
+    kwargs = dict(kwargs)  # other hooks may change it
+    scope, tensors = prepare(function, args, kwargs, options, replay_context, watch=watch)
     opened = _OpenRegion(scope, args, kwargs, tensors)
-    _let_go_where_cut_off(opened)
+    scope.pack, scope.unpack = _Pack(opened, scope.pack), _unpack_by(scope.unpack)
     try:
         opened.tie(hook_caller)
         for recording in (scope.frame.trace, scope.recorder):
@@ -60,35 +63,67 @@ def open_region(
         raise
 
 
-class _NotOurs:
-    """A tensor that somebody saved after the region's call had been cut off."""
+class WatchedCall:
+    """A call of a module by us, in which its region has these options and is watched."""
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("_function", "_options", "_watch", "module")
+
+    def __init__(self, function: ModuleFunction, options: Options, watch: Watch) -> None:
+        self.module = function.__wrapped__
+        self._function = function
+        self._options = options
+        self._watch = watch
+
+    def begin(self, hook_caller: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        open_region(self._function, args, kwargs, self._options, None, hook_caller, self._watch)
+
+
+# --- The hooks of such a region ---
+
+
+class _NotOurs:
+    """A tensor that somebody saved after the region's call had been cut off: in the care of the hooks around it."""
+
+    __slots__ = ("_packed", "_unpack", "_version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.version = version_of(tensor)
+        hooks = top_hooks()
+        self._version = version_of(tensor)
+        self._packed: Any = tensor.detach() if hooks is None else hooks[0](tensor)
+        self._unpack = None if hooks is None else hooks[1]
+
+    def get(self) -> Tensor:
+        tensor: Tensor = self._packed
+        if self._unpack is not None:
+            return self._unpack(self._packed)
+        if version_of(tensor) != self._version:
+            raise _errors.plain_tensor_changed(tensor, current_node())
+        return tensor
 
 
-def _let_go_where_cut_off(opened: Opened) -> None:
-    """Let the hooks of a region ask whether its call is still going on, as long as it could end unnoticed."""
-    scope = opened.scope
-    pack, unpack = scope.pack, scope.unpack
+class _Pack:
+    """The hook of such a region: asks whether its call is still going on, as long as that could end unnoticed."""
 
-    def asking(tensor: Tensor) -> Any:
+    __slots__ = ("_opened", "_pack")
+
+    def __init__(self, opened: Opened, pack: Callable[[Tensor], Any]) -> None:
+        self._opened = opened
+        self._pack = pack
+
+    def __call__(self, tensor: Tensor) -> Any:
+        opened = self._opened
         if opened.is_exposed and not opened.is_running():
             opened.abandon()
+            remove_hooks_of(self)  # if that was done in a backward, autograd has put them back
             return _NotOurs(tensor)
-        return pack(tensor)
+        return self._pack(tensor)
 
-    def answering(packed: Any) -> Tensor:
-        if type(packed) is not _NotOurs:
-            return unpack(packed)
-        if version_of(packed.tensor) != packed.version:
-            raise _errors.plain_tensor_changed(packed.tensor, current_node())
-        return packed.tensor
 
-    scope.pack, scope.unpack = asking, answering
+def _unpack_by(unpack: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+    def unpack_any(packed: Any) -> Tensor:
+        return packed.get() if type(packed) is _NotOurs else unpack(packed)
+
+    return unpack_any
 
 
 never_begin_in(sys.modules[__name__])

@@ -185,11 +185,11 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         hook: Callable[[Tensor], Tensor] = pack if trace is None else trace.without(pack)
         if recorder is not None:
             hook = recorder.saving(hook)
+        around = here.scope
         by_hooks = type(frame.function) is ModuleFunction
         if not by_hooks:
             undo.append(partial(take_off, hook))
             push_hooks(hook, _identity)
-        around = here.scope
         undo.append(partial(setattr, here, "scope", around))
         if around is not None:
             undo.append(partial(_resume, around.pause()))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from recollect._engine.calls import Opened, Window
+    from recollect._engine.calls import Awaited, Opened
     from recollect._engine.frame import Frame
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class Scope:
 class _Here(threading.local):
     scope: Scope | None = None
     reentrant: str | None = None  # "forward" or "replay" while a region of the reentrant variant runs
-    awaited: Window | None = None  # the replay that a module is being called for, until the module's own hook takes it
+    awaited: Awaited | None = None  # what a module is being called for, until the module's own hook begins it
 
 
 here = _Here()
