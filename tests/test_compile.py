@@ -149,6 +149,22 @@ def test_a_region_is_compiled_without_a_break_and_recomputed(way):
     assert graphs.recomputed == ALL
 
 
+def test_the_graphs_are_those_of_torchs_own_regions():
+    contexts = functools.partial(stock.create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default])
+    for ours, torchs in (
+        (lambda x: recollect.checkpoint(block, x), lambda x: stock.checkpoint(block, x, use_reentrant=False)),
+        (
+            lambda x: recollect.checkpoint(block, x, policy=recollect.save_ops(torch.ops.aten.tanh)),
+            lambda x: stock.checkpoint(block, x, use_reentrant=False, context_fn=contexts),
+        ),
+    ):
+        x, graphs, expected = leaf(4, 8), Graphs(), Graphs()
+        gradients(graphs.compile(lambda x: ours(ours(x))), x)  # noqa: B023
+        gradients(expected.compile(lambda x: torchs(torchs(x))), x)  # noqa: B023
+        for got, other in ((graphs.forward, expected.forward), (graphs.backward, expected.backward)):
+            assert [graph.code for graph in got] == [graph.code for graph in other]
+
+
 def test_without_a_region_the_compiler_recomputes_less():
     x, graphs = leaf(4, 8), Graphs()
     gradients(graphs.compile(block), x)
@@ -505,6 +521,7 @@ def test_torch_gets_members_of_its_own_enum():
     assert tags == {own.MUST_SAVE: 2, own.MUST_RECOMPUTE: 2, own.PREFER_RECOMPUTE: 1}
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch leaves its modes behind where an operator fails")
 @pytest.mark.parametrize(
     ("policy", "match"), [(3, "policy must be a policy"), (lambda what, ctx: "save", "must give recollect.Save")]
 )
