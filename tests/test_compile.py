@@ -154,7 +154,7 @@ def test_the_graphs_are_those_of_torchs_own_regions():
     for ours, torchs in (
         (lambda x: recollect.checkpoint(block, x), lambda x: stock.checkpoint(block, x, use_reentrant=False)),
         (
-            lambda x: recollect.checkpoint(block, x, policy=recollect.save_ops(torch.ops.aten.tanh)),
+            lambda x: recollect.checkpoint(block, x, policy=TANH),
             lambda x: stock.checkpoint(block, x, use_reentrant=False, context_fn=contexts),
         ),
     ):

@@ -90,7 +90,7 @@ def run(
     with traceback.annotate({mark: _REGION}):
         # torch.export takes no region without contexts.
         plain = policy is None and context_fn is None and not cannot
-        if plain and not needs_tags and not torch.compiler.is_exporting():
+        if plain and not needs_tags and not _is_exporting():
             return torch.utils.checkpoint.checkpoint(called, *args, use_reentrant=False)
         if ID_IS_GUARDED and policy is not None:
             id(policy)  # Dynamo compiles anew for another function, also if only what it has closed over is another
@@ -137,6 +137,11 @@ _numbers = itertools.count()
 @constant_when_traced
 def _fresh_mark() -> str:
     return f"{_MARK}{next(_numbers)}"
+
+
+@constant_when_traced  # Dynamo of 2.11 takes it for True
+def _is_exporting() -> bool:
+    return torch.compiler.is_exporting()
 
 
 def _number(mark: str) -> int:
