@@ -338,13 +338,12 @@ def hand_over(
     """Run a region that AOTAutograd has come to under our name: `torch.utils.checkpoint.checkpoint` is ours then."""
     with stock_names():
         return STOCK["checkpoint"](
-            function,
+            functools.partial(function, **kwargs),  # none of its keywords is an option
             *args,
             use_reentrant=False,
             context_fn=functools.partial(_two_modes, context_fn),
             early_stop=False,
             preserve_rng_state=False,
-            **kwargs,
         )
 
 
