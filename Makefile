@@ -24,8 +24,11 @@ help:
 demo: .venv/installed
 	@$(BIN)/python examples/demo.py
 
+# In two halves at once, because there are many of them.
 test: lint
-	$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest tests/frameworks tests/gpu tests/test_[a-k]*.py & first=$$!; \
+	$(BIN)/python -m pytest tests/test_[l-z]*.py src; second=$$?; \
+	wait $$first && exit $$second
 
 lint: .venv/installed
 	$(BIN)/ruff check $(SOURCES)
