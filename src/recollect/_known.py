@@ -246,7 +246,7 @@ def _make(key: Key, code: Any, owners: list[Any]) -> Known:
 def verify_modules_again(modules: Iterable[Module]) -> None:
     """Let the next replays of all functions that have to do with some modules be compared by value again."""
     changed = set(map(id, modules))
-    for known in list(_everything.values()):
+    for known in all_known():
         if not changed.isdisjoint(map(id, known.modules())):
             known.verified = False
 
@@ -254,4 +254,5 @@ def verify_modules_again(modules: Iterable[Module]) -> None:
 def all_known(function: Callable[..., Any] | None = None) -> Iterator[Known]:
     """Everything that is known, or what is known of one function."""
     code = None if function is None else id(_code_of(function, []))
-    return iter([known for key, known in list(_everything.items()) if code is None or key[0] == code])
+    # A copy made at once: `list(items())` allocates, so that a collection may run, and take entries out meanwhile.
+    return iter([known for key, known in _everything.copy().items() if code is None or key[0] == code])

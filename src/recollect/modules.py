@@ -129,15 +129,15 @@ def _decide_by_asking(model: Module, found: list[_Found], decide: Callable[[str,
 
 # --- Under other decisions ---
 
-# The decisions that each model has had so far.
-_had: weakref.WeakKeyDictionary[Module, set[tuple[tuple[str, str], ...]]] = weakref.WeakKeyDictionary()
+# The decisions that each model has had so far, as hashes: a search over decisions comes to have many.
+_had: weakref.WeakKeyDictionary[Module, set[int]] = weakref.WeakKeyDictionary()
 
 
 def _decisions_changed(model: Module) -> None:
     """Let replays be compared by value again if a model has not had these decisions before: they do other work."""
     all_decided = [(name, decided) for name, one in model.named_modules() if (decided := decided_of(one)) is not None]
     words = {id(decided.entry): repr(decided.entry.decision) for _, decided in all_decided}
-    now = tuple((name, words[id(decided.entry)]) for name, decided in all_decided)
+    now = hash(tuple((name, words[id(decided.entry)]) for name, decided in all_decided))
     had = _had.setdefault(model, set())
     if now not in had:
         had.add(now)
