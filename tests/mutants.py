@@ -510,7 +510,7 @@ FAULTS = (
     ),
     fault(
         "what is kept is not watched for changes",
-        "_stores.py",
+        "_kept.py",
         "        return moves != self._reshapes\n",
         "        return False\n",
         "test_policies.py::test_an_output_that_is_changed_after_the_region_is_an_error_that_says_so",

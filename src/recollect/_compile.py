@@ -41,7 +41,7 @@ from recollect import (
     _optimizers,
     _record,
     _steps,
-    _stores,
+    _kept,
     _torch,
     _verification,
     _verify,
@@ -352,7 +352,7 @@ def hand_over(
 # The other files have the functions that a user calls: Dynamo looks into those, or they say for themselves.
 HIDDEN = (
     *(_ambient, _differences, _digest, _errors, _generators, _guards, _inputs, _known, _optimizers, _record, _steps),
-    *(_stores, _torch, _verification, _verify),
+    *(_kept, _torch, _verification, _verify),
     *(caching, calls, frame, groups, kept_region, reentrant, replay, scope, selective),
 )
 for _module in HIDDEN:

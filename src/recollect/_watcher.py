@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from recollect._engine.scope import here
 from recollect._inputs import by_hand, find_tensors, is_parameter
-from recollect._stores import Kept
+from recollect._kept import Kept
 from recollect._torch import (
     METADATA_OPERATORS,
     TorchDispatchMode,

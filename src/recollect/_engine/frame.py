@@ -46,7 +46,7 @@ from recollect._engine.scope import Scope, Watch, here
 from recollect._engine.selective import forward_mode, tell_if_useless
 from recollect._errors import Signature
 from recollect._inputs import Inputs, find_tensors
-from recollect._stores import Slot
+from recollect._kept import Slot
 from recollect._torch import (
     Hooks,
     at_end_of_pass,

@@ -12,7 +12,7 @@ changed its arguments; the kept outputs were used up by a backward that did not 
 kept in the first place. The last is for outputs that no replay ever asks for, because it stops before: whether one
 does is remembered from step to step, per function and path.
 
-Kept tensors pass the hooks around the frame (`_stores.py`). So a region around the frame decides first.
+Kept tensors pass the hooks around the frame (`_kept.py`). So a region around the frame decides first.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from recollect._inputs import (
     with_stride,
 )
 from recollect._steps import ByCode
-from recollect._stores import Kept, Slot
+from recollect._kept import Kept, Slot
 from recollect._torch import (
     Hooks,
     as_inner_result,

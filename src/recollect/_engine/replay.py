@@ -46,7 +46,7 @@ from recollect._engine.scope import Scope, here
 from recollect._engine.selective import let_go, replay_mode
 from recollect._errors import Signature
 from recollect._inputs import Arguments, by_hand
-from recollect._stores import Slot
+from recollect._kept import Slot
 from recollect._torch import (
     current_group,
     current_node,

@@ -34,7 +34,7 @@ from recollect import _errors
 from recollect._ambient import RandomState, get_cpu_state, set_cpu_state
 from recollect._engine.scope import Scope
 from recollect._inputs import copy_of, find_tensors, rebuild
-from recollect._stores import Kept
+from recollect._kept import Kept
 from recollect._torch import (
     CAST,
     METADATA_OPERATORS,

@@ -1,0 +1,115 @@
+"""What a store writes to and reads from. Everything is flat memory of bytes here: shapes are the store's concern.
+
+A medium begins to write and to read, and lets nobody wait; it says when it is done.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from recollect._stores.links import Link, Moment
+from recollect._stores.pool import Block, Pool
+
+
+class Incoming(Protocol):
+    """Bytes on their way back to the device."""
+
+    memory: Tensor  # where they will be
+
+    def take(self) -> Tensor:
+        """The memory, which the current stream may use; the host waits only if it has to. May be called often."""
+
+    def late_by(self, moment: Moment) -> float | None:
+        """How many milliseconds after a moment of the device they were there; None as long as that is not known."""
+
+    def milliseconds(self) -> float | None:
+        """How long the way took; None as long as that is not known."""
+
+    def abandon(self) -> None:
+        """Nobody will use them."""
+
+
+class Held(Protocol):
+    """Bytes in a medium."""
+
+    left: Moment  # when the source was read, and its memory is free for others
+
+    def fetch(self) -> Incoming:
+        """Begin to bring them back to where they came from."""
+
+    def release(self) -> None:
+        """Nobody will fetch them again; some may still be on their way. Never waits."""
+
+
+class Medium(Protocol):
+    pool: Pool  # the host's memory that it uses
+
+    def write(self, source: Tensor, link: Link) -> Held | None:
+        """Begin to write; None where there is no room."""
+
+
+# --- The host's memory ---
+
+
+class _FromHost:
+    __slots__ = ("_arrived", "_begun", "_link", "memory")
+
+    def __init__(self, memory: Tensor, link: Link, begun: Moment, arrived: Moment) -> None:
+        self.memory = memory
+        self._link = link
+        self._begun = begun
+        self._arrived = arrived
+
+    def take(self) -> Tensor:
+        self._link.use(self.memory, self._arrived)
+        return self.memory
+
+    def late_by(self, moment: Moment) -> float | None:
+        return moment.elapsed_time(self._arrived) if self._arrived.query() and moment.query() else None
+
+    def milliseconds(self) -> float | None:
+        return self._begun.elapsed_time(self._arrived) if self._arrived.query() else None
+
+    def abandon(self) -> None:
+        self._link.abandon(self.memory, self._arrived)
+
+
+class _OnHost:
+    __slots__ = ("_block", "_link", "left")
+
+    def __init__(self, block: Block, link: Link, left: Moment) -> None:
+        self._block = block
+        self._link = link
+        self.left = left
+
+    def fetch(self) -> Incoming:
+        link, block = self._link, self._block
+        memory = link.empty(rounded(block.size))
+        begun, arrived = link.copy_in(block.memory, memory[: block.size], [self.left, link.now()])
+        block.is_used_until(arrived, (link.device, "in"))
+        return _FromHost(memory, link, begun, arrived)
+
+    def release(self) -> None:
+        self._block.give_back()
+
+
+class HostMedium:
+    """Page-locked memory of the host."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+
+    def write(self, source: Tensor, link: Link) -> Held | None:
+        block = self.pool.take(source.numel())
+        if block is None:
+            return None
+        left = link.copy_out(source, block.memory, [link.now(), *block.free_after()])
+        block.is_used_until(left, (link.device, "out"))
+        return _OnHost(block, link, left)
+
+
+def rounded(size: int) -> int:
+    """As many bytes as there are in whole elements of any dtype."""
+    return -(-size // 16) * 16
