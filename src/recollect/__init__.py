@@ -8,8 +8,10 @@ from recollect._engine.pinned import is_recomputing, once, pin, skip_on_replay
 from recollect._errors import CheckpointError
 from recollect._generators import register_generator, unregister_generator
 from recollect._patch import patch_torch
+from recollect._stores.chosen import offload_stats
 from recollect.explain import explain
 from recollect.modules import apply, unapply
+from recollect.offload import offload
 from recollect.policy import Offload, Recompute, Save, by_name, offload_ops, save_ops
 
 __version__ = "0.1.0"
@@ -24,7 +26,9 @@ __all__ = [
     "composable",
     "explain",
     "is_recomputing",
+    "offload",
     "offload_ops",
+    "offload_stats",
     "once",
     "patch_torch",
     "pin",

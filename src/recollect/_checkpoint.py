@@ -7,6 +7,7 @@ that runs.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -23,7 +24,7 @@ from recollect._engine.frame import Options, run_region
 from recollect._engine.reentrant import CheckpointFunction
 from recollect._known import all_known
 from recollect._torch import is_stock_noop_context_fn, is_traced_by_autograd, never_begin
-from recollect.policy import Decision, Policy, Question, as_policy
+from recollect.policy import Decision, Offload, Policy, Question, as_policy, checked_inputs
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -99,10 +100,12 @@ def checked_options(
     preserve_rng_state: bool | str,
     name: str | None,
     policy: PolicyLike | None,
+    inputs: Offload | None = None,
 ) -> Options:
     if determinism_check not in DETERMINISM_CHECKS:
         raise _errors.not_one_of("determinism_check", determinism_check, DETERMINISM_CHECKS)
-    if name is None and policy is None and debug is False and early_stop is preserve_rng_state is True:
+    is_plain = name is None and policy is None and inputs is None
+    if is_plain and debug is False and early_stop is preserve_rng_state is True:
         return _DEFAULTS[determinism_check]
     _check_switches(debug, early_stop, preserve_rng_state)
     return Options(
@@ -112,6 +115,7 @@ def checked_options(
         preserve_rng_state if preserve_rng_state == "all" else bool(preserve_rng_state),
         name,
         None if policy is None else as_policy(policy),
+        None if inputs is None else checked_inputs(inputs),
     )
 
 
@@ -128,13 +132,11 @@ def overridden(options: Options) -> Options:
     early_stop, debug, check = _Overrides.early_stop, _Overrides.debug, _Overrides.check
     if early_stop is None and debug is None and check is None:
         return options
-    return Options(
-        options.determinism_check if check is None else check,
-        options.early_stop if early_stop is None else early_stop,
-        options.debug if debug is None else debug,
-        options.preserve_rng_state,
-        options.name,
-        options.policy,
+    return dataclasses.replace(
+        options,
+        determinism_check=options.determinism_check if check is None else check,
+        early_stop=options.early_stop if early_stop is None else early_stop,
+        debug=options.debug if debug is None else debug,
     )
 
 
@@ -405,7 +407,9 @@ class _Rematted:
         return f"recollect.remat({self.__wrapped__!r})"
 
 
-_OPTION_NAMES = ("determinism_check", "debug", "early_stop", "preserve_rng_state", "context_fn", "name", "policy")
+_OPTION_NAMES = (
+    *("determinism_check", "debug", "early_stop", "preserve_rng_state", "context_fn", "name", "policy", "inputs"),
+)
 
 
 @overload
@@ -420,6 +424,7 @@ def remat(
     context_fn: ContextFn = ...,
     name: str | None = ...,
     policy: PolicyLike | None = ...,
+    inputs: Offload | None = ...,
 ) -> Callable[P, R]: ...
 
 
@@ -433,6 +438,7 @@ def remat(
     context_fn: ContextFn = ...,
     name: str | None = ...,
     policy: PolicyLike | None = ...,
+    inputs: Offload | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -447,6 +453,7 @@ def remat(
     context_fn: ContextFn = noop_context_fn,
     name: str | None = None,
     policy: PolicyLike | None = None,
+    inputs: Offload | None = None,
     **unknown: Any,
 ) -> Any:
     """Make a function whose every call is a region: `checkpoint` with the options chosen once.
@@ -464,6 +471,8 @@ def remat(
         context_fn: As for `checkpoint`; called once per call.
         name: What messages call the region.
         policy: As for `checkpoint`.
+        inputs: Where the tensors among the arguments wait for the replay: None leaves them where they are,
+            `recollect.Offload()` puts them on the host.
         **unknown: Refused.
 
     Returns:
@@ -485,7 +494,7 @@ def remat(
         raise TypeError(f"name must be a string, got {_errors.describe_value(name)}")
     if not callable(context_fn):
         raise _errors.not_callable("context_fn", context_fn)
-    options = checked_options(determinism_check, debug, early_stop, preserve_rng_state, name, policy)
+    options = checked_options(determinism_check, debug, early_stop, preserve_rng_state, name, policy, inputs)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         if not callable(function):

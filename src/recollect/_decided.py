@@ -41,7 +41,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from recollect import _compile, _errors
 from recollect._checkpoint import RUN_LATER, noop_context_fn, overridden, refuse_to_run_later, run_compiled
 from recollect._engine.frame import Options, run_region
-from recollect._engine.kept_region import call_on_host
+from recollect._engine.kept_region import call_with_store
 from recollect._engine.named import call_part
 from recollect._engine.scope import Scope, here
 from recollect._inputs import find_tensors, is_parameter
@@ -187,7 +187,7 @@ def _call(
             refuse_to_run_later(call, result)
         return result
     if type(entry.decision) is Offload:
-        return call_on_host(decided.name, call, args, kwargs)
+        return call_with_store(entry.decision, decided.name, call, args, kwargs)
     if not entry.settled:
         entry.was_of_no_use(module, "where it is called nothing is recomputed")
     return call(*args, **kwargs)

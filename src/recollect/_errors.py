@@ -121,6 +121,15 @@ def not_one_of(argument: str, value: object, allowed: Sequence[str]) -> ValueErr
     return ValueError(f"{argument} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def not_a_size(argument: str, value: object) -> Exception:
+    kind = ValueError if isinstance(value, (int, str)) and not isinstance(value, bool) else TypeError
+    return kind(f'{argument} must be a number of bytes, such as 2**30 or "1 GiB", got {describe_value(value)}')
+
+
+def not_with(argument: str, value: object, other: str) -> ValueError:
+    return ValueError(f"{argument} has no meaning with {other}, got {value!r}")
+
+
 def not_a_bool(argument: str, value: object, or_else: str | None = None) -> TypeError:
     allowed = "True or False" if or_else is None else f"True, False or {or_else!r}"
     return TypeError(f"{argument} must be {allowed}, got {describe_value(value)}")
@@ -467,6 +476,23 @@ def kept_saved_tensor_changed(region: str, path: str) -> CheckpointError:
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
         f"autograd saved in the kept region {path!r} of {region}. Plain autograd refuses this too. Use the "
         "out-of-place operator, or change a clone"
+    )
+
+
+def offloaded_tensor_changed() -> CheckpointError:
+    return CheckpointError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
+        "autograd saved under recollect.offload and that stayed where it was. Plain autograd refuses this too. Use the "
+        "out-of-place operator, or change a clone"
+    )
+
+
+def changed_before_it_left() -> CheckpointError:
+    return CheckpointError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
+        "was being offloaded was changed before its copy was done, so that the copy may be of either. Plain autograd "
+        "refuses such a change too. In the next step the change waits for the copy; to be sure from the first step on, "
+        "use the out-of-place operator, or change a clone"
     )
 
 

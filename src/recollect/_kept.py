@@ -1,9 +1,9 @@
-"""Where a kept tensor lives. One interface: make a `Kept`, ask whether it is still what it was, `get` it.
+"""What is kept, wherever it is. One interface: make a `Kept`, ask whether it is still what it was, `get` it.
 
 On its device a kept tensor is an alias without history, which shares its version counter with the original, so that
-a change in place shows. On the host it is a copy. Under saved-tensor hooks (a region around, `save_on_cpu`)
-neither: what is kept is handed to those hooks, as a tensor that autograd saves would be, so that whoever is around
-decides about both alike.
+a change in place shows. In a store (`_stores/`) it is a copy, and what the store does not take stays on its device.
+Under saved-tensor hooks (a region around, `save_on_cpu`) neither: what is kept is handed to those hooks, as a tensor
+that autograd saves would be, so that whoever is around decides about both alike.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from recollect._inputs import by_hand, copy_of, with_stride
+from recollect._stores.store import Store
 from recollect._torch import Hooks, storage_key, version_of
 
 
@@ -34,7 +35,7 @@ class Kept:
 
     # Defaults on the class: most of them are never set, and there is one object per kept tensor.
     _unpack: Callable[[Any], Tensor] | None = None
-    _device: torch.device | None = None  # where a copy on the host goes back to
+    _store: Store | None = None  # that has a copy
     _stride: tuple[int, ...] | None = None  # the order of memory, which hooks may not keep
     _held: Any = None  # what is held of the original's own memory, by hooks through a weak reference
     _aliases: tuple[tuple[Tensor, int], ...] = ()  # over the same memory, with version counters of their own
@@ -47,9 +48,9 @@ class Kept:
     changed_at: str | None = None  # on which line
 
     def __init__(
-        self, value: Any, *, on_host: bool = False, hooks: Hooks | None = None, is_private: bool = False
+        self, value: Any, *, store: Store | None = None, hooks: Hooks | None = None, is_private: bool = False
     ) -> None:
-        """Keep `value`; `is_private` if nobody else has its memory."""
+        """Keep `value`; `is_private` if nobody else has its memory. With a store it may have a history."""
         self._packed = value
         if not isinstance(value, Tensor):
             return
@@ -64,10 +65,12 @@ class Kept:
                     self._packed = pack(value)
             finally:
                 by_hand.packing = False
-        elif on_host and value.device.type not in ("cpu", "meta"):
-            self._device = value.device
-            self._packed = _to_host(value)
-            return
+        elif store is not None:
+            ticket = store.put(value)
+            if ticket is not None:
+                self._store, self._packed = store, ticket
+                return
+            value = self._packed = without_history(value)
         if not is_private:
             # Hooks may hold the very tensor, or a copy: as long as it is there, its version counts.
             self._held = value if self._packed is value else weakref.ref(value)
@@ -84,8 +87,8 @@ class Kept:
                 if self._stride is not None and value.stride() != self._stride:
                     value = with_stride(value, self._stride)  # random operators draw in the order of memory
                 return value
-        if self._device is not None:
-            return self._packed.to(self._device, non_blocking=True)
+        if self._store is not None:
+            return self._store.get(self._packed)
         return self._packed
 
     @property
@@ -108,7 +111,7 @@ class Kept:
 
         Then a change of the original did not matter, and the replay will change this in place as the forward did.
         """
-        return self._device is None and not isinstance(self._held, Tensor) and not self.needs_replay
+        return self._store is None and not isinstance(self._held, Tensor) and not self.needs_replay
 
     def make_private(self) -> None:
         """Keep a copy from now on: the original is about to be changed."""
@@ -137,9 +140,23 @@ class Kept:
         return self._held() if isinstance(self._held, weakref.ref) else self._held
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in page-locked memory, made in the stream's own order, so that nothing waits for it."""
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.is_cuda:
-        return tensor.to("cpu")
-    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+def without_history(tensor: Tensor) -> Tensor:
+    """What may be held without holding the graph, which holds what is kept here. A view has that of its base."""
+    return tensor if tensor.is_leaf and tensor._base is None else tensor.detach()
+
+
+def hooks_into(store: Store, changed: Callable[[], Exception]) -> Hooks:
+    """Saved-tensor hooks that keep everything in a store; `changed` makes the error about what the store did not take
+    and was changed in place.
+    """
+
+    def pack(tensor: Tensor) -> Kept:
+        return Kept(tensor, store=store)
+
+    def unpack(kept: Kept) -> Tensor:
+        if kept.is_changed():
+            raise changed()
+        value: Tensor = kept.get()
+        return value
+
+    return pack, unpack

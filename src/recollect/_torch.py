@@ -434,6 +434,16 @@ def storage_key(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
+# Whether a storage is still alive, without keeping it so. As long as it is held, the storage's identity is not given to
+# another. The class is public, what it is made of is not.
+StorageReference = torch.multiprocessing.reductions.StorageWeakRef
+
+
+def negative_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A view with the bit turned over that says whether the values are to be read as their negatives."""
+    return torch._neg_view(tensor)
+
+
 # --- Operators ---
 
 

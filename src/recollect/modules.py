@@ -263,8 +263,12 @@ def apply(
             )
         if reason is not None:
             raise _errors.cannot_be_decided(name, reason)
-        policy = entry.decision.policy if isinstance(entry.decision, Recompute) else None
-        options = checked_options(determinism_check, debug, early_stop, preserve_rng_state, name or None, policy)
+        policy, inputs = None, None
+        if isinstance(entry.decision, Recompute):
+            policy, inputs = entry.decision.policy, entry.decision.inputs
+        options = checked_options(
+            determinism_check, debug, early_stop, preserve_rng_state, name or None, policy, inputs
+        )
         modules.append(module)
         made.append(Decided(name or type(model).__name__, entry, options))
         entry.decides(module)

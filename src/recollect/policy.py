@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, TypeAlias
 
 from recollect import _errors
+from recollect._sizes import bytes_of
 from recollect._steps import ByCode
 from recollect._torch import operator_from_name, operator_name, overloads_of, packet_of
 
 # --- Decisions ---
 
 _ON_MUTATION = ("error", "copy")
-_PLACES = ("cpu",)
+_PLACES = ("cpu", "disk")
+MIN_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class Recompute:
     Args:
         policy: For a named region or a module: what to keep inside all the same, in place of what the region around
             keeps.
+        inputs: For a module: where its inputs wait for the replay, which are all that is left of it until then.
+            None leaves them on their device, `Offload()` puts them on the host.
 
     Example:
         >>> import torch, recollect
@@ -72,36 +77,84 @@ class Recompute:
         Recompute()
         >>> recollect.Recompute(policy=recollect.save_ops(torch.ops.aten.mm))
         Recompute(policy=recollect.save_ops(aten.mm))
+        >>> recollect.Recompute(inputs=recollect.Offload())
+        Recompute(inputs=Offload(to='cpu'))
     """
 
     policy: Policy | None = None
+    inputs: Offload | None = None
 
     def __post_init__(self) -> None:
         if self.policy is not None:
             object.__setattr__(self, "policy", as_policy(self.policy))
+        if self.inputs is not None:
+            checked_inputs(self.inputs)
 
     def __repr__(self) -> str:
-        return "Recompute()" if self.policy is None else f"Recompute(policy={self.policy!r})"
+        given = [f"{name}={getattr(self, name)!r}" for name in ("policy", "inputs") if getattr(self, name) is not None]
+        return f"Recompute({', '.join(given)})"
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Keep it on the host and bring it back for the replay. A tensor that is there already just stays.
+    """Keep it off the device and bring it back for backward. A tensor that is there already just stays.
+
+    Copies go on beside the computation, and come back ahead of their use. Never copied: parameters and buffers, and
+    what is on no CUDA device (but tensors of the CPU can go to disk).
 
     Args:
-        to: Where; "cpu" so far.
+        to: "cpu", page-locked memory of the host, or "disk", files.
+        min_bytes: Smaller tensors stay where they are. Sizes are numbers of bytes or strings such as "1 GiB".
+        max_host_bytes: With "cpu", how much memory of the host may be used in all; what finds no more room stays on the
+            device. By default half of what is free when it is first used.
+        in_flight: How much may be on its way out at a time, and so waits on the device for its copy: then the
+            program waits too. By default a 64th of the device's memory.
+        ahead: How much may be back on the device ahead of its use. By default a 64th of the device's memory.
+        directory: With "disk", where; by default where the system has its temporary files. The files have no
+            names there and are gone with the process.
 
     Example:
         >>> import recollect
         >>> recollect.Offload()
         Offload(to='cpu')
+        >>> recollect.Offload(max_host_bytes="64 GiB")
+        Offload(to='cpu', max_host_bytes=68719476736)
     """
 
     to: str = "cpu"
+    _: KW_ONLY
+    min_bytes: int | str = MIN_BYTES
+    max_host_bytes: int | str | None = None
+    in_flight: int | str | None = None
+    ahead: int | str | None = None
+    directory: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.to not in _PLACES:
             raise _errors.not_one_of("to", self.to, _PLACES)
+        for name in ("min_bytes", "max_host_bytes", "in_flight", "ahead"):
+            value = getattr(self, name)
+            if value is not None or name == "min_bytes":
+                object.__setattr__(self, name, bytes_of(name, value))
+        if self.directory is not None:
+            if not isinstance(self.directory, (str, os.PathLike)):
+                raise TypeError(f"directory must be a path, got {_errors.describe_value(self.directory)}")
+            object.__setattr__(self, "directory", os.path.abspath(self.directory))
+        if self.to == "cpu" and self.directory is not None:
+            raise _errors.not_with("directory", self.directory, 'to="cpu"')
+        if self.to == "disk" and self.max_host_bytes is not None:
+            raise _errors.not_with("max_host_bytes", self.max_host_bytes, 'to="disk"')
+
+    def __repr__(self) -> str:
+        given = [one.name for one in fields(self) if one.name == "to" or getattr(self, one.name) != one.default]
+        return f"Offload({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
+
+
+def checked_inputs(inputs: Any) -> Offload:
+    """`inputs`, if it is what takes inputs of regions."""
+    if isinstance(inputs, Offload):
+        return inputs
+    raise TypeError(f"inputs must be recollect.Offload() or None, got {_errors.describe_value(inputs)}")
 
 
 Decision: TypeAlias = Save | Recompute | Offload

@@ -46,7 +46,8 @@ from recollect._engine.scope import Scope, Watch, here
 from recollect._engine.selective import forward_mode, tell_if_useless
 from recollect._errors import Signature
 from recollect._inputs import Inputs, find_tensors
-from recollect._kept import Slot
+from recollect._kept import Slot, hooks_into
+from recollect._stores.chosen import store_of
 from recollect._torch import (
     Hooks,
     at_end_of_pass,
@@ -59,7 +60,7 @@ from recollect._torch import (
 )
 from recollect._verification import Verification
 from recollect._verify import OperatorTrace, call_site, signature, traces_start_here
-from recollect.policy import Policy
+from recollect.policy import Offload, Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ class Options:
     preserve_rng_state: bool | str = True
     name: str | None = None
     policy: Policy | None = None
+    inputs: Offload | None = None
 
 
 # Seconds. Long, because two replays at once share the random generators: it is to end a deadlock, not to save time.
@@ -312,7 +314,10 @@ def prepare(
     verification = _verification.begin(function, arguments, tensors, options, following=following)
     ambient = _ambient.capture(tensors, preserve_rng_state=options.preserve_rng_state, arguments=arguments)
     hooks = top_hooks()
-    inputs = Inputs(args, kwargs, tensors, flat, hooks)
+    taken_by = hooks
+    if options.inputs is not None and hooks is None:
+        taken_by = hooks_into(store_of(options.inputs), _inputs_are_checked)
+    inputs = Inputs(args, kwargs, tensors, flat, taken_by)
     frame = Frame(function, inputs, ambient, options, replay_context, hooks, outer, path, verification)
     signatures, slots, replays = frame.signatures, frame.slots, frame.replays
     leaves = None if verification is None else verification.leaves
@@ -372,6 +377,10 @@ def prepare(
         scope.recorder = record
         scope.pack = record.saving(scope.pack)
     return scope, tensors
+
+
+def _inputs_are_checked() -> Exception:
+    return AssertionError("an input that was changed in place is found by Inputs")
 
 
 def forward_ended(

@@ -1,4 +1,4 @@
-"""One call of a named region that is kept (`Save`, or `Offload`: the same on the host).
+"""One call of a named region that is kept (`Save`, or `Offload`: the same in a store).
 
 - Forward. Hooks of its own are pushed over the frame's: what autograd saves inside is kept, except the region's
   arguments and views of them, which become slots of the frame, as they would if some later operator had saved
@@ -32,14 +32,15 @@ from recollect._inputs import (
     by_hand,
     copy_of,
     find_tensors,
-    is_parameter,
     is_transparent,
     rebuild,
     versions_of,
     with_stride,
 )
+from recollect._kept import Kept, Slot, hooks_into, without_history
 from recollect._steps import ByCode
-from recollect._kept import Kept, Slot
+from recollect._stores.chosen import store_of
+from recollect._stores.store import Store
 from recollect._torch import (
     Hooks,
     as_inner_result,
@@ -242,11 +243,6 @@ def _covers(argument: Tensor, tensor: Tensor) -> bool:
     return first >= 0 and last < argument.numel()
 
 
-def _without_history(tensor: Tensor) -> Tensor:
-    """What may be held without holding the graph, which holds what is kept here. A view has that of its base."""
-    return tensor if tensor.is_leaf and tensor._base is None else tensor.detach()
-
-
 def keep(
     scope: Scope, place: int, mark: Mark, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -254,10 +250,10 @@ def keep(
     tensors, flat = find_tensors(args, kwargs)
     versions = versions_of(tensors)
     kept = _KeptRegion(_reached[frame.function], mark.path, scope.packed())
-    on_host = isinstance(mark.decision, Offload)
+    store = store_of(mark.decision) if isinstance(mark.decision, Offload) else None
     around, hooks = top_hooks(), None
     if around is not None and around[0] is scope.pack:  # else the function has pushed hooks of its own: they decide
-        hooks = hooks_inside(scope, kept.arguments, kept.path, tensors, around, frame.around, on_host=on_host)
+        hooks = hooks_inside(scope, kept.arguments, kept.path, tensors, around, frame.around, store)
         around = frame.around
     given, contents = list(tensors), None if flat else _contents((args, kwargs))
     try:
@@ -276,7 +272,7 @@ def keep(
         keeps = not kept.changes_arguments and may_be_reached and not in_dual_level() and not _aliases(given, result)
         mark.packs_outputs = keeps
     if keeps:
-        kept.outputs = _unseen(scope, _kept_result)(scope, result, given, around, on_host=on_host)
+        kept.outputs = _unseen(scope, _kept_result)(scope, result, given, around, store)
         kept.after = RandomState.like(frame.ambient)
     if frame.kept_regions is None:
         frame.kept_regions = {}
@@ -318,8 +314,7 @@ def hooks_inside(
     tensors: list[Tensor],
     outside: Hooks,
     around: Hooks | None,
-    *,
-    on_host: bool,
+    store: Store | None = None,
 ) -> Hooks:
     """Hooks that keep what autograd saves, but for the arguments `tensors` and views of them, noted in `used`."""
     frame, watch, places = scope.frame, scope.watch, _places(tensors)
@@ -335,10 +330,10 @@ def hooks_inside(
             used.append(index)
             return _ViewOf(frame_pack(tensors[index]), tensor, tensors[index])
         if watch is not None:
-            watch(tensor, "offloaded" if on_host else "kept")
+            watch(tensor, "kept" if store is None else "offloaded")
         if around is not None:
             return Kept(tensor, hooks=around)
-        return Kept(_without_history(tensor), on_host=on_host and not is_parameter(tensor))
+        return Kept(tensor if store is not None else without_history(tensor), store=store)
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Slot):
@@ -354,19 +349,16 @@ def hooks_inside(
     return pack, unpack
 
 
-def call_on_host(path: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function that is in no region: what autograd saves in it is kept on the host."""
-
-    def pack(tensor: Tensor) -> Kept:
-        return Kept(_without_history(tensor), on_host=not is_parameter(tensor), hooks=around)
-
-    def unpack(kept: Kept) -> Tensor:
-        if kept.is_changed():
-            raise _errors.kept_saved_tensor_changed(_errors.describe_function(function), path)
-        value: Tensor = kept.get()
-        return value
-
-    around = top_hooks()
+def call_with_store(
+    decision: Offload, path: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a function that is in no region: what autograd saves in it goes to a store."""
+    if top_hooks() is not None:
+        return function(*args, **kwargs)  # whoever is around decides
+    pack, unpack = hooks_into(
+        store_of(decision),
+        lambda: _errors.kept_saved_tensor_changed(_errors.describe_function(function), path),
+    )
     push_hooks(pack, unpack)
     try:
         return function(*args, **kwargs)
@@ -403,27 +395,29 @@ def _aliases(arguments: list[Tensor], result: Any) -> bool:
     return False
 
 
-def _kept_result(scope: Scope, result: Any, arguments: list[Tensor], around: Hooks | None, *, on_host: bool) -> Any:
+def _kept_result(scope: Scope, result: Any, arguments: list[Tensor], around: Hooks | None, store: Store | None) -> Any:
     # In a list, because a result of None means something.
     if isinstance(result, Tensor) and not any(result is argument for argument in arguments):
-        return [_kept_output(scope, result, around, on_host)]
+        return [_kept_output(scope, result, around, store)]
     made: dict[int, Any] = {id(argument): _Argument(index) for index, argument in enumerate(arguments)}
 
     def keep(tensor: Tensor) -> Any:
         if id(tensor) not in made:
-            made[id(tensor)] = _kept_output(scope, tensor, around, on_host)
+            made[id(tensor)] = _kept_output(scope, tensor, around, store)
         return made[id(tensor)]
 
     return [rebuild(result, Tensor, keep)]
 
 
-def _kept_output(scope: Scope, tensor: Tensor, around: Hooks | None, on_host: bool) -> _Output:
+def _kept_output(scope: Scope, tensor: Tensor, around: Hooks | None, store: Store | None) -> _Output:
     needs_grad = tensor.requires_grad
     if needs_grad and tensor.is_leaf and tensor._base is None:
         return _Output(Kept(tensor), needs_grad=False)
     if scope.watch is not None:
-        scope.watch(tensor, "offloaded" if on_host else "kept")
-    return _Output(Kept(tensor.detach(), on_host=on_host, hooks=around), needs_grad)
+        scope.watch(tensor, "kept" if store is None else "offloaded")
+    if store is not None and around is None:
+        return _Output(Kept(tensor, store=store), needs_grad)
+    return _Output(Kept(tensor.detach(), hooks=around), needs_grad)
 
 
 # --- In the replay ---

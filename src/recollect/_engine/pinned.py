@@ -215,7 +215,7 @@ def _run(
     if outside is not None and (outside[0] is scope.pack or scope.saving):
         name = _errors.describe_function(function)
         slots = tensors if outside[0] is scope.pack else []
-        hooks = hooks_inside(scope, entry.arguments, name, slots, outside, None, on_host=False)
+        hooks = hooks_inside(scope, entry.arguments, name, slots, outside, None)
     try:
         result = call_within(scope, hooks, function, args, kwargs, is_pinned=True)
     except Exception as error:

@@ -35,6 +35,7 @@ from recollect._ambient import RandomState, get_cpu_state, set_cpu_state
 from recollect._engine.scope import Scope
 from recollect._inputs import copy_of, find_tensors, rebuild
 from recollect._kept import Kept
+from recollect._stores.chosen import store_of
 from recollect._torch import (
     CAST,
     METADATA_OPERATORS,
@@ -130,17 +131,17 @@ def keep_results(
     """`result` with a Kept for each of its values, handed to the hooks around the region that `scope` is of."""
     hooks = None if scope is None else scope.frame.around
     watch = None if scope is None else scope.watch
-    on_host = isinstance(decision, Offload)
+    store = store_of(decision) if isinstance(decision, Offload) else None
     copies = isinstance(decision, Save) and decision.on_mutation == "copy"
 
     def keep(value: Any) -> Kept:
         if not isinstance(value, Tensor):
             return Kept(value)
         if watch is not None:
-            watch(value, "offloaded" if on_host else "kept")
+            watch(value, "kept" if store is None else "offloaded")
         if copies:
             return Kept(copy_of(value), hooks=hooks, is_private=True)
-        return Kept(detach_below_autograd(value), on_host=on_host, hooks=hooks)
+        return Kept(detach_below_autograd(value), store=store, hooks=hooks)
 
     kept = keep(result) if isinstance(result, Tensor) else rebuild_results(result, keep)
     if isinstance(decision, SaveOrCopy):

@@ -6,7 +6,8 @@ is: `query()` says whether it is past, `synchronize()` lets the host wait for it
 
 CUDA. There are two streams besides the user's, one for each direction. Who may use memory when:
 - A copy out is begun after what the current stream has been given so far (`now`). The source may be let go of at
-  once: the allocator does not give its memory to anybody before the copy is done (`record_stream`).
+  once: the allocator does not give its memory to anybody before the copy is done (`record_stream`), nor before the
+  current stream is done with it, which may not be the one that it was allocated for.
 - The target of a copy in is memory of the current stream, which may still have work to do in it: the copy is begun
   after that too. Who uses the target waits for the copy, on the device. A target that nobody has used goes to the
   allocator as a source does.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Moment(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def elapsed_time(self, end_event: Moment) -> float: ...
+    def elapsed_time(self, end_event: Any) -> float: ...
 
 
 class Link(Protocol):
@@ -54,6 +55,9 @@ class Link(Protocol):
 
     def copy_in(self, host: Tensor, target: Tensor, after: list[Moment]) -> tuple[Moment, Moment]:
         """Begin a copy to the device as soon as some moments are past; gives when it begins and when it is done."""
+
+    def hold_back(self, moment: Moment) -> None:
+        """Let the current stream wait for a moment."""
 
     def use(self, target: Tensor, moment: Moment) -> None:
         """Let the current stream use what was copied in, from that moment on."""
@@ -90,6 +94,7 @@ class CudaLink:
         with torch.cuda.stream(self._out):
             host.copy_(source, non_blocking=True)
         source.record_stream(self._out)
+        source.record_stream(torch.cuda.current_stream(self.device))
         return self._moment(self._out)
 
     def copy_in(self, host: Tensor, target: Tensor, after: list[Moment]) -> tuple[Moment, Moment]:
@@ -104,12 +109,13 @@ class CudaLink:
         event.record(stream)
         return event
 
+    def hold_back(self, moment: Moment) -> None:
+        _wait_for(torch.cuda.current_stream(self.device), [moment])
+
     def use(self, target: Tensor, moment: Moment) -> None:
-        assert isinstance(moment, torch.cuda.Event)
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(moment)
+        self.hold_back(moment)
         # It may be another stream than the one whose memory it is: of no effect if not.
-        target.record_stream(current)
+        target.record_stream(torch.cuda.current_stream(self.device))
 
     def abandon(self, target: Tensor, moment: Moment) -> None:
         if not moment.query():
@@ -139,8 +145,7 @@ class PlainMoment:
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, end_event: Moment) -> float:
-        assert isinstance(end_event, PlainMoment)
+    def elapsed_time(self, end_event: PlainMoment) -> float:
         return (end_event._time - self._time) * 1000
 
 
@@ -169,6 +174,9 @@ class PlainLink:
         begun = PlainMoment()
         target.copy_(host)
         return begun, PlainMoment()
+
+    def hold_back(self, moment: Moment) -> None:
+        pass
 
     def use(self, target: Tensor, moment: Moment) -> None:
         pass

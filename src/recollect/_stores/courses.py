@@ -1,0 +1,173 @@
+"""What one step shows for the next: in which order copies are asked for, when, and what that means for fetching.
+
+A step begins with a copy while no other is alive. Copies are numbered by it: their places. Steps of a training are
+alike, so the places of one, in the order in which they were asked for, with the time that the device computed in
+between and the time that copies took, are the course that the next is expected to take. From it follows
+
+- what is fetched ahead: at each asking, what would come too late if it were begun at the next one only. So nothing
+  comes back much earlier than it has to, and memory is used for little of it at a time;
+- what stays: what is asked for so soon after the first asking that it cannot be back in time;
+- what is changed in place after it was copied: then whoever changes it has to wait for the copy.
+
+That is an expectation and no more: a step that takes another course is served all the same, in reverse order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from recollect._stores.links import Moment
+from recollect._stores.media import Incoming
+
+if TYPE_CHECKING:
+    import weakref
+
+    from recollect._stores.store import Copy
+
+_LOOKED_AT = 256  # how many places ahead, at most
+
+
+class Course:
+    """The places of a step in the order in which they are asked for, and the latest times to begin to fetch them."""
+
+    __slots__ = ("_begin_by", "_index", "_needed", "_order", "changed", "sizes", "stays")
+
+    def __init__(
+        self,
+        sizes: list[int],
+        changed: set[int],
+        order: list[int],
+        needed: list[float] | None = None,
+        begin_by: list[float] | None = None,
+        stays: Iterable[int] = (),
+    ) -> None:
+        self.sizes = sizes  # by place
+        self.changed = changed
+        self._order = order
+        self._index = {place: index for index, place in enumerate(order)}
+        self._needed = needed or []  # by index; empty if there is nothing to tell times by
+        self._begin_by = begin_by or []
+        self.stays = frozenset(stays)
+
+    def begins_like(self, sizes: list[int]) -> bool:
+        """Whether a step with these sizes so far may be of this course."""
+        return self.sizes[: len(sizes)] == sizes
+
+    def goes_on(self, place: int, size: int) -> bool:
+        return place < len(self.sizes) and self.sizes[place] == size
+
+    def after(self, place: int) -> Iterator[int]:
+        """What to begin to fetch when `place` is asked for."""
+        index = self._index.get(place)
+        if index is None:
+            yield from _in_reverse(place)
+            return
+        following = range(index + 1, min(index + 1 + _LOOKED_AT, len(self._order)))
+        if not self._needed:
+            yield from (self._order[later] for later in following)
+            return
+        # Not the next asking but the one after it: no two steps are alike to the millisecond.
+        next_chance = self._needed[min(index + 2, len(self._needed) - 1)]
+        yield from (self._order[later] for later in following if self._begin_by[later] <= next_chance)
+
+
+def _in_reverse(place: int) -> Iterator[int]:
+    return islice(range(place - 1, -1, -1), _LOOKED_AT)
+
+
+class Step:
+    """What has happened so far since a step began."""
+
+    def __init__(self, begin: Moment, courses: list[Course]) -> None:
+        self.begin = begin
+        self.copies: list[weakref.ref[Copy]] = []  # by place
+        self.sizes: list[int] = []
+        self.left: list[Moment] = []
+        # Where they were asked for, when, and what the device had to wait for.
+        self.askings: list[tuple[int, Moment, Incoming | None]] = []
+        self.changed: set[int] = set()  # the places of what was changed in place
+        self._courses = courses
+        self.course = courses[0] if courses else None
+        self.is_on_one_device = True
+
+    def add(self, copy: weakref.ref[Copy], size: int, left: Moment) -> None:
+        place = len(self.sizes)
+        self.copies.append(copy)
+        self.sizes.append(size)
+        self.left.append(left)
+        if self.course is not None and not self.course.goes_on(place, size):
+            self.course = next((one for one in self._courses if one.begins_like(self.sizes)), None)
+
+    def will_stay(self) -> bool:
+        """Whether the next copy is expected to be asked for too soon to come back in time."""
+        return self.course is not None and len(self.sizes) in self.course.stays
+
+    def after(self, place: int) -> Iterator[int]:
+        return _in_reverse(place) if self.course is None else self.course.after(place)
+
+    def is_over(self) -> bool:
+        """Whether the device has come to the end of it."""
+        return not self.askings or self.askings[-1][1].query()
+
+    def learn(self, ahead: int) -> Course | None:
+        """The course that it took; None if nothing was asked for."""
+        askings: dict[int, tuple[Moment, Incoming | None]] = {}
+        for place, moment, incoming in self.askings:
+            askings.setdefault(place, (moment, incoming))
+        order = list(askings)
+        if not order:
+            return None
+        rate = self._rate()
+        if rate is None or not self.is_on_one_device:
+            return Course(self.sizes, self.changed, order)
+        needed = self._times(list(askings.values()))
+        left = [self.begin.elapsed_time(self.left[place]) for place in order]
+        durations = [self.sizes[place] / rate for place in order]
+        stays = _too_soon([self.sizes[place] for place in order], needed, left, durations, ahead)
+        begin_by = _latest_begins(needed, durations, stays)
+        return Course(self.sizes, self.changed, order, needed, begin_by, [order[index] for index in stays])
+
+    def _rate(self) -> float | None:
+        """Bytes in a millisecond on the way back, None if nothing came back."""
+        bytes_in, milliseconds = 0, 0.0
+        for place, _, incoming in self.askings:
+            took = None if incoming is None else incoming.milliseconds()
+            if took is not None:
+                bytes_in += self.sizes[place]
+                milliseconds += took
+        return bytes_in / milliseconds if milliseconds > 0 else None
+
+    def _times(self, askings: list[tuple[Moment, Incoming | None]]) -> list[float]:
+        """When each would have been asked for if the device had never waited for a copy."""
+        times, waited = [], 0.0
+        for moment, incoming in askings:
+            times.append(self.begin.elapsed_time(moment) - waited)
+            late = None if incoming is None else incoming.late_by(moment)
+            waited += max(late or 0.0, 0.0)
+        return times
+
+
+def _too_soon(sizes: list[int], needed: list[float], left: list[float], durations: list[float], ahead: int) -> set[int]:
+    """What cannot be back in time if fetching begins with the first asking, up to as many bytes as may be ahead."""
+    stays, bytes_there, time = set(), 0, needed[0]
+    for index, size in enumerate(sizes):
+        arrival = max(time, left[index]) + durations[index]
+        if arrival > needed[index] and bytes_there + size <= ahead:
+            stays.add(index)
+            bytes_there += size
+        else:
+            time = arrival
+    return stays
+
+
+def _latest_begins(needed: list[float], durations: list[float], stays: set[int]) -> list[float]:
+    """When to begin to fetch each at the latest, one after the other, so that all are there in time."""
+    begins, latest = [0.0] * len(needed), math.inf
+    for index in reversed(range(len(needed))):
+        if index not in stays:
+            latest = min(latest, needed[index]) - durations[index]
+        begins[index] = latest
+    return begins

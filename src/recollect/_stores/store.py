@@ -1,0 +1,455 @@
+"""Tensors away from their device: `put` gives a ticket, `get` brings the tensor back, `prefetch` begins to.
+
+Rules.
+- What is put is what the tensor was at that moment. A change in place afterwards must wait for the copy, but nobody can
+  be made to wait who is not known beforehand. So in its first step a store lets the current stream wait for every
+  copy, and later for those alone that were changed in the step before; a change that was not expected, and came
+  before the copy was seen to be done, is an error when the tensor is asked for.
+- A storage that is put twice at the same version is copied once, and what comes back are views of one memory. A change
+  that moves no version (through `.data`, or by a kernel that does not tell) is not seen, as autograd does not see it.
+- Not taken, and left to the caller: parameters, buffers and views of them, whatever was there after the step before
+  and has not changed since (freeing nothing is not worth a copy), small tensors, those of other devices and
+  of other kinds than plain strided ones, and everything when there is no room.
+- At most `in_flight` bytes are on their way out at a time: then the host waits, or else it would run ahead and the
+  allocator would have to find memory for all that has not left yet. At most `ahead` bytes are back before they
+  are asked for.
+- A copy dies with its last ticket. Whoever lets go of the last one may be the garbage collector in the middle of
+  anything: so that is only noted then, and the rest is done with the next call of the store.
+
+What it does not know: media (`media.py`), what steps are like (`courses.py`), how tensors look (`forms.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from recollect import _errors
+from recollect._inputs import is_parameter
+from recollect._stores.courses import Course, Step
+from recollect._stores.forms import Form, takes_whole_storage, values_alone, whole_storage
+from recollect._stores.links import Link, Moment, link_of
+from recollect._stores.media import Held, Incoming, Medium
+from recollect._stores.statistics import Counts
+from recollect._torch import (
+    StorageReference,
+    at_end_of_pass,
+    called_module,
+    graph_task_id,
+    has_plain_memory,
+    out_of_sight,
+    own_tensors,
+    storage_key,
+    version_of,
+)
+
+_COURSES = 4  # how many are remembered
+_LEARNT_OFTEN, _LEARN_EVERY = 4, 16  # the first steps, then every so many: what changes from step to step is little
+
+Key = tuple[Any, ...]
+
+
+class Copy:
+    """What is in a medium of the memory behind one or several tensors."""
+
+    __slots__ = (
+        "__weakref__",
+        "_graves",
+        "asked_in",
+        "held",
+        "incoming",
+        "is_ahead",
+        "is_sure",
+        "key",
+        "link",
+        "place",
+        "size",
+        "source",
+        "taken",
+        "tickets",
+        "version",
+        "watch",
+    )
+
+    def __init__(
+        self, key: Key, tensor: Tensor, held: Held, link: Link, size: int, place: int, graves: deque[_Grave]
+    ) -> None:
+        self.key = key
+        self.version = version_of(tensor)
+        self.watch = _without_values(tensor)
+        self.is_sure = False  # that no change in place could reach it
+        self.link = link
+        self.held = held
+        self.size = size
+        self.place = place
+        self.tickets = 0
+        self.taken = 0  # how many of them have come for what is on the device
+        self.incoming: Incoming | None = None
+        self.is_ahead = False  # whether what is on the device counts as being there ahead of its use
+        self.source: Tensor | None = None  # where it stays there as it was
+        self.asked_in = -1  # the last backward pass
+        self._graves = graves
+
+    def is_changed(self) -> bool:
+        """Whether the tensor was changed in place since."""
+        return version_of(self.watch) != self.version
+
+    def __del__(self) -> None:
+        self._graves.append((self.key, self.held, self.incoming, self.size if self.is_ahead else 0))
+
+
+_Grave = tuple[Key, Held, Incoming | None, int]
+
+
+class Ticket:
+    """Stands for a tensor in a store."""
+
+    __slots__ = ("copy", "form")
+
+    def __init__(self, copy: Copy, form: Form) -> None:
+        self.copy = copy
+        self.form = form
+
+
+class Store:
+    """Tensors in a medium.
+
+    Args:
+        medium: Where they go.
+        devices: From which types of devices.
+        min_bytes: Those that are smaller stay where they are.
+        in_flight: How many bytes may be on their way out; None for a 64th of the device's memory.
+        ahead: How many bytes may be back before they are asked for; None as above.
+    """
+
+    def __init__(
+        self, medium: Medium, devices: tuple[str, ...], min_bytes: int, in_flight: int | None, ahead: int | None
+    ) -> None:
+        self.counts = Counts()
+        self.medium = medium
+        self._devices = devices
+        self._min_bytes = min_bytes
+        self._in_flight = in_flight
+        self._ahead = ahead
+        self._lock = threading.RLock()
+        self._copies: dict[Key, weakref.ref[Copy]] = {}
+        self._alive = 0
+        self._link: Link | None = None  # of the last copy
+        self._graves: deque[_Grave] = deque()
+        self._flying: deque[tuple[Moment, int, weakref.ref[Copy]]] = deque()
+        self._flying_bytes = 0
+        self._ahead_bytes = 0
+        self._step: Step | None = None
+        self._ended: Step | None = None  # the one before, until the device has come to its end
+        self._courses: list[Course] = []
+        self._steps = 0
+        self._changes = False  # whether anything was ever changed in place after it was copied
+        self._storages: list[tuple[Key, StorageReference]] = []  # of this step's copies
+        self._lasting: dict[Key, StorageReference] = {}  # at a version that outlived a step
+        self._pass = -1
+        self._waits: deque[tuple[Moment, Incoming]] = deque()  # of which is not known yet how long they were
+
+    # --- Out ---
+
+    def put(self, tensor: Tensor) -> Ticket | None:
+        """Begin to copy a tensor; None if it is not taken."""
+        if not self._takes(tensor):
+            return None
+        link = link_of(tensor.device)
+        if link is None or not link.can_be_used_now():
+            return None
+        with self._lock, out_of_sight():
+            self._bury()
+            if not self._alive:
+                self._begin_step(link)
+            copy, is_whole = self._find(tensor)
+            if copy is None:
+                copy = self._copy(tensor, link, is_whole=is_whole)
+            if copy is None:
+                return None
+            copy.tickets += 1
+            ticket = Ticket(copy, Form(tensor, is_whole=is_whole))
+        self._wait_if_too_much(link)
+        return ticket
+
+    def _takes(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.device.type in self._devices
+            and has_plain_memory(tensor)
+            and min(tensor.nbytes, tensor.untyped_storage().nbytes()) >= max(self._min_bytes, 1)
+            and not tensor.is_inference()
+            and not is_parameter(tensor)
+            and not (tensor.grad_fn is None and _is_of_a_module(tensor))
+        )
+
+    def _find(self, tensor: Tensor) -> tuple[Copy | None, bool]:
+        """The copy that there is of a tensor's memory, and whether it is, or is to be, of the whole storage."""
+        for key, is_whole in ((_key(tensor), True), (_key_of_part(tensor), False)):
+            reference = self._copies.get(key)
+            copy = None if reference is None else reference()
+            if copy is not None:
+                return copy, is_whole
+        return None, takes_whole_storage(tensor)
+
+    def _copy(self, tensor: Tensor, link: Link, *, is_whole: bool) -> Copy | None:
+        lasting = self._lasting.get(_key(tensor))
+        if lasting is not None and not lasting.expired():
+            return None
+        source = whole_storage(tensor) if is_whole else values_alone(tensor)
+        size = source.numel()
+        held = self.medium.write(source, link)
+        if held is None:
+            self.counts.bytes_kept += size
+            return None
+        step = self._step
+        assert step is not None
+        key = _key(tensor) if is_whole else _key_of_part(tensor)
+        place = len(step.sizes)
+        copy = Copy(key, tensor, held, link, size, place, self._graves)
+        reference = self._copies[key] = weakref.ref(copy)
+        self._alive += 1
+        self.counts.bytes_out += size
+        course = step.course
+        if self._changes or self._steps == 1 if course is None else place in course.changed:
+            link.hold_back(held.left)
+            copy.is_sure = True
+        if step.will_stay():
+            copy.source = tensor.detach()
+            self.counts.bytes_stayed += size
+            self._count_ahead(copy)
+            size_in_flight = 0  # as its memory does not wait for the copy
+        else:
+            size_in_flight = size
+        self._flying.append((held.left, size_in_flight, reference))
+        self._flying_bytes += size_in_flight
+        step.is_on_one_device &= not step.copies or self._link is link
+        self._link = link
+        step.add(reference, size, held.left)
+        # As long as this is held, the storage's identity, which the key has, is not another's.
+        self._storages.append((_key(tensor), StorageReference(tensor.untyped_storage())))
+        return copy
+
+    def _wait_if_too_much(self, link: Link) -> None:
+        """Let the host wait until what is on its way out is within bounds; the last is let go in any case."""
+        bound = _default_bound(link) if self._in_flight is None else self._in_flight
+        while True:
+            with self._lock:
+                self._see_what_has_left()
+                if self._flying_bytes <= bound or len(self._flying) < 2:
+                    return
+                moment = self._flying[0][0]
+            begin = time.perf_counter()
+            moment.synchronize()
+            self.counts.host_waited_seconds += time.perf_counter() - begin
+
+    def _see_what_has_left(self) -> None:
+        while self._flying and self._flying[0][0].query():
+            _, size, reference = self._flying.popleft()
+            self._flying_bytes -= size
+            copy = reference()
+            if copy is not None and not copy.is_changed():
+                copy.is_sure = True
+
+    # --- In ---
+
+    def get(self, ticket: Ticket) -> Tensor:
+        """The tensor of a ticket, on its device."""
+        copy, form = ticket.copy, ticket.form
+        with out_of_sight():
+            with self._lock:
+                self._bury()
+                source, incoming = self._ask(copy)
+            return form.again(source) if source is not None else form.of(incoming.take())
+
+    def _ask(self, copy: Copy) -> tuple[Tensor | None, Any]:
+        """What there is on the device of a copy, or is on its way there; what is needed next is sent for too."""
+        source, incoming, moment = copy.source, copy.incoming, copy.link.now()
+        if copy.is_changed():
+            self._changes = True
+            if self._step is not None:
+                self._step.changed.add(copy.place)
+            if not copy.is_sure:
+                raise _errors.changed_before_it_left()
+            source = None
+        if incoming is not None and version_of(incoming.memory):  # changed in place by who got it before
+            incoming.abandon()
+            incoming = None
+        is_there = source is not None or incoming is not None
+        if not copy.taken:
+            self.counts.prefetch_hits += is_there
+            self.counts.prefetch_misses += not is_there
+        if source is None:
+            if incoming is None:
+                incoming = copy.incoming = self._fetch(copy)
+            self._note_wait(moment, incoming)
+        if self._step is not None:
+            self._step.askings.append((copy.place, moment, None if source is not None else incoming))
+        copy.taken += 1
+        if copy.taken >= copy.tickets:
+            self._let_go(copy)
+        copy.asked_in = self._note_pass()
+        for other in self._expected_after(copy):
+            if not self._fetch_ahead(other):
+                break
+        return source, incoming
+
+    def _expected_after(self, copy: Copy) -> Iterator[Copy]:
+        step = self._step
+        for place in () if step is None else step.after(copy.place):
+            other = step.copies[place]() if step is not None and place < len(step.copies) else None
+            if other is not None:
+                yield other
+
+    def prefetch(self, tickets: Iterable[Ticket]) -> None:
+        """Begin to bring tensors back, in this order, as far as they may be there ahead."""
+        with self._lock, out_of_sight():
+            self._bury()
+            for ticket in tickets:
+                if not self._fetch_ahead(ticket.copy):
+                    return
+
+    def _fetch_ahead(self, copy: Copy) -> bool:
+        """Fetch a copy unless it is there, or was asked for already; whether there is room for it."""
+        task = graph_task_id()
+        if copy.incoming is not None or copy.source is not None or (copy.asked_in == task and task >= 0):
+            return True
+        bound = _default_bound(copy.link) if self._ahead is None else self._ahead
+        if self._ahead_bytes and self._ahead_bytes + copy.size > bound:
+            return False
+        copy.incoming = self._fetch(copy)
+        self._count_ahead(copy)
+        return True
+
+    def _fetch(self, copy: Copy) -> Incoming:
+        self.counts.bytes_in += copy.size
+        return copy.held.fetch()
+
+    def _count_ahead(self, copy: Copy) -> None:
+        copy.is_ahead = True
+        self._ahead_bytes += copy.size
+
+    def _let_go(self, copy: Copy) -> None:
+        """Hold no longer what is on the device of a copy: who needed it has it."""
+        if copy.is_ahead:
+            copy.is_ahead = False
+            self._ahead_bytes -= copy.size
+        copy.taken = 0
+        copy.incoming = copy.source = None
+
+    # --- Backward passes and steps ---
+
+    def _note_pass(self) -> int:
+        task = graph_task_id()
+        if task >= 0 and task != self._pass:
+            self._pass = task
+            at_end_of_pass(self._pass_ended)
+        return task
+
+    def _pass_ended(self) -> None:
+        """Let go of what was brought back for tickets that nobody came with."""
+        with self._lock:
+            self._pass = -1
+            if self._step is None:
+                return
+            is_guess = self._step.course is None
+            for copy in [one() for one in self._step.copies]:
+                if copy is not None and copy.incoming is not None and (copy.taken or is_guess):
+                    copy.incoming.abandon()
+                    self._let_go(copy)
+
+    def _begin_step(self, link: Link) -> None:
+        """The first copy while none is alive."""
+        ended, self._ended = self._step or self._ended, None
+        if ended is not None and ended.askings:
+            if not ended.is_over():
+                self._ended = ended
+            elif self._steps < _LEARNT_OFTEN or self._steps % _LEARN_EVERY == 0:
+                self._learn(ended, link)
+        self._steps += 1
+        self._lasting = {
+            key: storage for key, storage in (*self._lasting.items(), *self._storages) if not storage.expired()
+        }
+        self._storages = []
+        self._step = Step(link.now(), self._courses)
+
+    def _learn(self, step: Step, link: Link) -> None:
+        course = step.learn(_default_bound(link) if self._ahead is None else self._ahead)
+        if course is not None:
+            others = [one for one in self._courses if one.sizes != course.sizes]
+            self._courses = [course, *others[: _COURSES - 1]]
+
+    def _bury(self) -> None:
+        """Release what belonged to copies that have died."""
+        while self._graves:
+            key, held, incoming, ahead = self._graves.popleft()
+            reference = self._copies.get(key)
+            if reference is not None and reference() is None:
+                del self._copies[key]
+            if incoming is not None:
+                incoming.abandon()
+            held.release()
+            self._ahead_bytes -= ahead
+            self._alive -= 1
+
+    # --- Statistics ---
+
+    def _note_wait(self, moment: Moment, incoming: Incoming) -> None:
+        self._waits.append((moment, incoming))
+        if len(self._waits) > 1000:
+            self.count_waits()
+
+    def count_waits(self) -> None:
+        """Add up how long the device waited for what came too late, as far as that is known by now."""
+        with self._lock:
+            for _ in range(len(self._waits)):
+                moment, incoming = self._waits.popleft()
+                late = incoming.late_by(moment)
+                if late is None:
+                    self._waits.append((moment, incoming))
+                else:
+                    self.counts.waited_seconds += max(late, 0.0) / 1000
+
+
+def _default_bound(link: Link) -> int:
+    return link.memory() // 64
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """What shares the version counter of a tensor, and holds none of its memory."""
+    watch = tensor.detach()
+    watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return watch
+
+
+def _key(tensor: Tensor) -> Key:
+    """Of the memory behind a tensor as it is now."""
+    return storage_key(tensor), tensor.untyped_storage().data_ptr(), version_of(tensor)
+
+
+def _key_of_part(tensor: Tensor) -> Key:
+    """Of the values of a tensor alone."""
+    bits = tensor.is_conj(), tensor.is_neg()
+    return *_key(tensor), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), bits
+
+
+def _is_of_a_module(tensor: Tensor) -> bool:
+    """Whether it is over the memory of a parameter or buffer of one of the modules that are being called."""
+    memory = storage_key(tensor)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = called_module(frame)
+        for tensors in () if module is None else own_tensors(module):
+            if any(one is not None and storage_key(one) == memory for one in tensors.values()):
+                return True
+        frame = frame.f_back
+    return False
