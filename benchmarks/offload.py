@@ -508,7 +508,7 @@ def print_limit(link: Link, measured: dict[str, Measured]) -> dict[str, float]:
     ]
     print(
         f"For the bytes of everything offloaded the link needs {1e3 * needed:.1f} ms, a plain step takes "
-        f"{1e3 * plain.median:.1f} ms; no step can take less than the longer of the two.\n"
+        f"{1e3 * plain.median:.1f} ms. The longer of the two is the limit, one direction after the other.\n"
     )
     print_table(["", "ms per step", "times the limit", "aim"], rows)
     print()
