@@ -54,7 +54,10 @@ class Link(Protocol):
         """Begin a copy to the host as soon as some moments are past; gives when it is done."""
 
     def copy_in(self, host: Tensor, target: Tensor, after: list[Moment]) -> tuple[Moment, Moment]:
-        """Begin a copy to the device as soon as some moments are past; gives when it begins and when it is done."""
+        """Begin a copy to the device as soon as some moments are past; gives when it begins and when it is done.
+
+        The target's version is not moved: it moves when somebody changes what has arrived.
+        """
 
     def hold_back(self, moment: Moment) -> None:
         """Let the current stream wait for a moment."""
@@ -101,7 +104,7 @@ class CudaLink:
         _wait_for(self._in, after)
         begun = self._moment(self._in)
         with torch.cuda.stream(self._in):
-            target.copy_(host, non_blocking=True)
+            target.data.copy_(host, non_blocking=True)
         return begun, self._moment(self._in)
 
     def _moment(self, stream: torch.cuda.Stream) -> Moment:
@@ -172,7 +175,7 @@ class PlainLink:
 
     def copy_in(self, host: Tensor, target: Tensor, after: list[Moment]) -> tuple[Moment, Moment]:
         begun = PlainMoment()
-        target.copy_(host)
+        target.data.copy_(host)
         return begun, PlainMoment()
 
     def hold_back(self, moment: Moment) -> None:

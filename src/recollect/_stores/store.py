@@ -220,7 +220,7 @@ class Store:
         self._alive += 1
         self.counts.bytes_out += size
         course = step.course
-        if self._changes or self._steps == 1 if course is None else place in course.changed:
+        if (self._changes or self._steps == 1) if course is None else place in course.changed:
             link.hold_back(held.left)
             copy.is_sure = True
         if step.will_stay():
