@@ -201,7 +201,7 @@ def contestants(model: Model, x: Tensor, window: int, in_flight: int | None) -> 
 
         return forward
 
-    of_the_window = recollect.Offload() if in_flight is None else recollect.Offload(in_flight=in_flight)
+    of_the_window = recollect.Offload(in_flight=in_flight, ahead=in_flight)
     save_on_cpu = partial(torch.autograd.graph.save_on_cpu, pin_memory=ON_GPU)
     return {
         PLAIN: Contestant(partial(twin(model), x, directly)),
@@ -227,7 +227,12 @@ def synchronise() -> None:
 
 
 def allocated() -> int:
-    return torch.cuda.memory_allocated() if ON_GPU else 0
+    """Bytes that nobody else can have: also those that were let go of, and wait for a copy."""
+    return torch.cuda.memory_stats()["active_bytes.all.current"] if ON_GPU else 0
+
+
+def peak_allocated() -> int:
+    return torch.cuda.memory_stats()["active_bytes.all.peak"] if ON_GPU else 0
 
 
 class Bench:
@@ -251,7 +256,7 @@ class Bench:
         contestant.forward().backward()
         synchronise()
         seconds = time.perf_counter() - start
-        return seconds, torch.cuda.max_memory_allocated() - before if ON_GPU else 0
+        return seconds, peak_allocated() - before
 
     def after_forward(self, contestant: Contestant) -> int:
         """Bytes that are held on the device when the forward is through and all copies have left."""

@@ -27,7 +27,7 @@ LAYERS = [
     ["recollect.dropin", "recollect.explain", "recollect.modules", "recollect.offload"],
     ["recollect.composable"],
     ["recollect._decided"],
-    ["recollect.policies", "recollect._checkpoint"],
+    ["recollect.policies", "recollect._checkpoint", "recollect._progress"],
     ["recollect._engine"],
     ["recollect._engine.named", "recollect._engine.pinned", "recollect._engine.opened", "recollect._watcher"],
     ["recollect._compile"],

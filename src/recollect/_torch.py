@@ -309,6 +309,12 @@ def parameter_of(module: torch.nn.Module, name: str) -> torch.nn.Parameter | Non
     return own[name] if name in own else None  # noqa: SIM401
 
 
+def remove_forward_hook(module: torch.nn.Module, hook: object) -> None:
+    """Take a forward hook off a module, wherever it came from: a copy of a module has hooks without their handles."""
+    for key in [key for key, one in module._forward_hooks.items() if one is hook]:
+        del module._forward_hooks[key]
+
+
 _CALL_IMPL = torch.nn.Module._call_impl.__code__
 
 

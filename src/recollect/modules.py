@@ -14,7 +14,7 @@ from typing import Any
 from torch.jit import ScriptModule
 from torch.nn import Module
 
-from recollect import _errors
+from recollect import _errors, _progress
 from recollect._checkpoint import checked_options
 from recollect._decided import (
     Decided,
@@ -30,6 +30,7 @@ from recollect._decided import (
 )
 from recollect._known import verify_modules_again
 from recollect._patterns import ModulePattern, close_names
+from recollect._progress import is_offloaded
 from recollect.policy import DECISIONS, Decision, Recompute, checked_decision
 
 Decisions = Mapping[str | type[Module], Decision] | Callable[[str, Module], Decision | None]
@@ -127,6 +128,19 @@ def _decide_by_asking(model: Module, found: list[_Found], decide: Callable[[str,
         raise ValueError(f"decisions ({label}) gave None for every module of {type(model).__name__}")
 
 
+def _beside_offloaded(found: list[_Found]) -> list[_Found]:
+    """The modules that stand beside one that is offloaded, and are not."""
+    offloaded = {id(one) for one in found if one.entry is not None and is_offloaded(one.entry.decision)}
+    parents = {name.rpartition(".")[0] for one in found if id(one) in offloaded for name in one.names if name}
+    return [
+        one
+        for one in found
+        if id(one) not in offloaded
+        and one.is_called()
+        and any(name and name.rpartition(".")[0] in parents for name in one.names)
+    ]
+
+
 # --- Under other decisions ---
 
 # The decisions that each model has had so far, as hashes: a search over decisions comes to have many.
@@ -164,6 +178,9 @@ class Handle:
         self._modules, self._decided = [], []
         model = self._model()
         if model is not None:
+            all_decided = filter(None, map(decided_of, model.modules()))
+            if not any(is_offloaded(one.entry.decision) for one in all_decided):
+                _progress.stop_watching(model.modules())
             _decisions_changed(model)
 
     def __enter__(self) -> Handle:
@@ -280,6 +297,7 @@ def apply(
                 take_off(done)
             raise
     look_at_places(model)
+    _progress.watch(one.module for one in _beside_offloaded(found))
     _decisions_changed(model)
     return Handle(model, modules, made)
 
@@ -300,4 +318,5 @@ def unapply(model: Module) -> None:
         decided = decided_of(module)
         if decided is None or decided.hooked is None:
             take_off(module)
+    _progress.stop_watching(model.modules())
     _decisions_changed(model)

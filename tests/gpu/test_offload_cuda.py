@@ -118,7 +118,7 @@ def assert_as_plain(forward, leaves, around=everything, plain=None, steps=3):
         for _ in range(steps):
             assert_same(gradients(forward, leaves, around), expected)
     assert gained.bytes_out > 0
-    assert gained.bytes_in > 0
+    assert gained.bytes_in + gained.bytes_stayed > 0
 
 
 def memory_held(call):
@@ -382,6 +382,7 @@ def test_a_cuda_graph_captures_what_is_kept(x):
         graph.replay()
     assert_same(got, expected)
     assert gained.bytes_out == 0
+    del loss, got  # their graph holds nodes of another stream
     assert_as_plain(lambda: model(x), leaves)  # and what comes after it leaves again
 
 
@@ -527,20 +528,22 @@ def test_memory_does_not_grow_beyond_what_may_be_in_flight():
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_stats()["active_bytes.all.current"]
         with counted() as gained:
             with recollect.offload(in_flight=in_flight):
                 y = x
                 for _ in range(operators):
                     y = y.sin()
             torch.cuda.synchronize()
-            found = torch.cuda.max_memory_allocated() - before
+            # Not what is allocated: memory that was let go of and waits for its copy is nobody else's either.
+            found = torch.cuda.memory_stats()["active_bytes.all.peak"] - before
             del y
         return found, gained
 
     few = 4 * each
     slack = 4 * each  # what the operators themselves are at, and the one that the bound was hit with
-    peak(few)  # pinned memory is there afterwards
+    peak(few)  # pinned memory is there afterwards, and in the first step of a store operators wait for the copies
+    peak(operators * each)
     unbounded, gained = peak(operators * each)
     assert unbounded > 2 * (few + slack)
     bounded, gained = peak(few)
@@ -741,7 +744,7 @@ def test_disk(x, tmp_path, way):
         for _ in range(3):
             assert_same(gradients(lambda: model(x), leaves, around), expected)
     assert gained.bytes_out > 0
-    assert gained.bytes_in > 0
+    assert gained.bytes_in + gained.bytes_stayed > 0
     gc.collect()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
@@ -963,7 +966,7 @@ def test_stress(seed):
         wrong = stress.wrong_steps(250, random_bounds(stress))
     assert wrong == []
     assert gained.bytes_out > 0
-    assert gained.bytes_in > 0
+    assert gained.bytes_in + gained.bytes_stayed > 0
 
 
 @contextlib.contextmanager

@@ -41,6 +41,12 @@ def _page_locked(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
+def mark(results: list[Tensor]) -> None:
+    """Tell the stores that something has left for how far the forward has come."""
+    for store in list(_stores.values()):
+        store.mark(results)
+
+
 def offload_stats() -> OffloadStats:
     """What offloading has done since the process began; the difference of two says what it did in between.
 

@@ -1,8 +1,9 @@
 """What one step shows for the next: in which order copies are asked for, when, and what that means for fetching.
 
-A step begins with a copy while no other is alive. Copies are numbered by it: their places. Steps of a training are
-alike, so the places of one, in the order in which they were asked for, with the time that the device computed in
-between and the time that copies took, are the course that the next is expected to take. From it follows
+A step begins with a copy while no other is alive. Copies are numbered by it: their places. A place may also be a mere
+mark, of no bytes, that backward comes by. Steps of a training are alike, so the places of one, in the order in which
+they were asked for, with the time that the device computed in between and the time that copies took, are the course
+that the next is expected to take. From it follows
 
 - what is fetched ahead: at each asking, what would come too late if it were begun at the next one only. So nothing
   comes back much earlier than it has to, and memory is used for little of it at a time;
@@ -20,7 +21,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from recollect._stores.links import Moment
-from recollect._stores.media import Incoming
+from recollect._stores.media import Journey
 
 if TYPE_CHECKING:
     import weakref
@@ -83,17 +84,17 @@ class Step:
 
     def __init__(self, begin: Moment, courses: list[Course]) -> None:
         self.begin = begin
-        self.copies: list[weakref.ref[Copy]] = []  # by place
+        self.copies: list[weakref.ref[Copy] | None] = []  # by place; None for marks
         self.sizes: list[int] = []
         self.left: list[Moment] = []
         # Where they were asked for, when, and what the device had to wait for.
-        self.askings: list[tuple[int, Moment, Incoming | None]] = []
+        self.askings: list[tuple[int, Moment, Journey | None]] = []
         self.changed: set[int] = set()  # the places of what was changed in place
         self._courses = courses
         self.course = courses[0] if courses else None
         self.is_on_one_device = True
 
-    def add(self, copy: weakref.ref[Copy], size: int, left: Moment) -> None:
+    def add(self, copy: weakref.ref[Copy] | None, size: int, left: Moment) -> None:
         place = len(self.sizes)
         self.copies.append(copy)
         self.sizes.append(size)
@@ -114,9 +115,9 @@ class Step:
 
     def learn(self, ahead: int) -> Course | None:
         """The course that it took; None if nothing was asked for."""
-        askings: dict[int, tuple[Moment, Incoming | None]] = {}
-        for place, moment, incoming in self.askings:
-            askings.setdefault(place, (moment, incoming))
+        askings: dict[int, tuple[Moment, Journey | None]] = {}
+        for place, moment, journey in self.askings:
+            askings.setdefault(place, (moment, journey))
         order = list(askings)
         if not order:
             return None
@@ -133,19 +134,19 @@ class Step:
     def _rate(self) -> float | None:
         """Bytes in a millisecond on the way back, None if nothing came back."""
         bytes_in, milliseconds = 0, 0.0
-        for place, _, incoming in self.askings:
-            took = None if incoming is None else incoming.milliseconds()
+        for place, _, journey in self.askings:
+            took = None if journey is None else journey.milliseconds()
             if took is not None:
                 bytes_in += self.sizes[place]
                 milliseconds += took
         return bytes_in / milliseconds if milliseconds > 0 else None
 
-    def _times(self, askings: list[tuple[Moment, Incoming | None]]) -> list[float]:
+    def _times(self, askings: list[tuple[Moment, Journey | None]]) -> list[float]:
         """When each would have been asked for if the device had never waited for a copy."""
         times, waited = [], 0.0
-        for moment, incoming in askings:
+        for moment, journey in askings:
             times.append(self.begin.elapsed_time(moment) - waited)
-            late = None if incoming is None else incoming.late_by(moment)
+            late = None if journey is None else journey.late_by(moment)
             waited += max(late or 0.0, 0.0)
         return times
 
@@ -155,7 +156,7 @@ def _too_soon(sizes: list[int], needed: list[float], left: list[float], duration
     stays, bytes_there, time = set(), 0, needed[0]
     for index, size in enumerate(sizes):
         arrival = max(time, left[index]) + durations[index]
-        if arrival > needed[index] and bytes_there + size <= ahead:
+        if size and arrival > needed[index] and bytes_there + size <= ahead:
             stays.add(index)
             bytes_there += size
         else:

@@ -13,19 +13,26 @@ from recollect._stores.links import Link, Moment
 from recollect._stores.pool import Block, Pool
 
 
+class Journey(Protocol):
+    """The times of a way back. It holds no memory."""
+
+    def late_by(self, moment: Moment) -> float | None:
+        """How many milliseconds after a moment of the device it ended; None as long as that is not known."""
+
+    def milliseconds(self) -> float | None:
+        """How long it took; None as long as that is not known."""
+
+
 class Incoming(Protocol):
     """Bytes on their way back to the device."""
 
     memory: Tensor  # where they will be
 
+    @property
+    def journey(self) -> Journey: ...
+
     def take(self) -> Tensor:
         """The memory, which the current stream may use; the host waits only if it has to. May be called often."""
-
-    def late_by(self, moment: Moment) -> float | None:
-        """How many milliseconds after a moment of the device they were there; None as long as that is not known."""
-
-    def milliseconds(self) -> float | None:
-        """How long the way took; None as long as that is not known."""
 
     def abandon(self) -> None:
         """Nobody will use them."""
@@ -54,26 +61,33 @@ class Medium(Protocol):
 
 
 class _FromHost:
-    __slots__ = ("_arrived", "_begun", "_link", "memory")
+    __slots__ = ("_link", "journey", "memory")
 
-    def __init__(self, memory: Tensor, link: Link, begun: Moment, arrived: Moment) -> None:
+    def __init__(self, memory: Tensor, link: Link, journey: _Copying) -> None:
         self.memory = memory
+        self.journey = journey
         self._link = link
-        self._begun = begun
-        self._arrived = arrived
 
     def take(self) -> Tensor:
-        self._link.use(self.memory, self._arrived)
+        self._link.use(self.memory, self.journey.arrived)
         return self.memory
 
+    def abandon(self) -> None:
+        self._link.abandon(self.memory, self.journey.arrived)
+
+
+class _Copying:
+    __slots__ = ("_begun", "arrived")
+
+    def __init__(self, begun: Moment, arrived: Moment) -> None:
+        self._begun = begun
+        self.arrived = arrived
+
     def late_by(self, moment: Moment) -> float | None:
-        return moment.elapsed_time(self._arrived) if self._arrived.query() and moment.query() else None
+        return moment.elapsed_time(self.arrived) if self.arrived.query() and moment.query() else None
 
     def milliseconds(self) -> float | None:
-        return self._begun.elapsed_time(self._arrived) if self._arrived.query() else None
-
-    def abandon(self) -> None:
-        self._link.abandon(self.memory, self._arrived)
+        return self._begun.elapsed_time(self.arrived) if self.arrived.query() else None
 
 
 class _OnHost:
@@ -89,7 +103,7 @@ class _OnHost:
         memory = link.empty(rounded(block.size))
         begun, arrived = link.copy_in(block.memory, memory[: block.size], [self.left, link.now()])
         block.is_used_until(arrived, (link.device, "in"))
-        return _FromHost(memory, link, begun, arrived)
+        return _FromHost(memory, link, _Copying(begun, arrived))
 
     def release(self) -> None:
         self._block.give_back()

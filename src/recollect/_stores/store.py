@@ -21,12 +21,13 @@ What it does not know: media (`media.py`), what steps are like (`courses.py`), h
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -38,7 +39,7 @@ from recollect._inputs import is_parameter
 from recollect._stores.courses import Course, Step
 from recollect._stores.forms import Form, takes_whole_storage, values_alone, whole_storage
 from recollect._stores.links import Link, Moment, link_of
-from recollect._stores.media import Held, Incoming, Medium
+from recollect._stores.media import Held, Incoming, Journey, Medium
 from recollect._stores.statistics import Counts
 from recollect._torch import (
     StorageReference,
@@ -127,7 +128,7 @@ class Store:
         medium: Where they go.
         devices: From which types of devices.
         min_bytes: Those that are smaller stay where they are.
-        in_flight: How many bytes may be on their way out; None for a 64th of the device's memory.
+        in_flight: How many bytes may be on their way out; None for a 32nd of the device's memory.
         ahead: How many bytes may be back before they are asked for; None as above.
     """
 
@@ -156,7 +157,7 @@ class Store:
         self._storages: list[tuple[Key, StorageReference]] = []  # of this step's copies
         self._lasting: dict[Key, StorageReference] = {}  # at a version that outlived a step
         self._pass = -1
-        self._waits: deque[tuple[Moment, Incoming]] = deque()  # of which is not known yet how long they were
+        self._waits: deque[tuple[Moment, Journey]] = deque()  # of which is not known yet how long they were
 
     # --- Out ---
 
@@ -291,24 +292,24 @@ class Store:
         if source is None:
             if incoming is None:
                 incoming = copy.incoming = self._fetch(copy)
-            self._note_wait(moment, incoming)
+            self._note_wait(moment, incoming.journey)
         if self._step is not None:
-            self._step.askings.append((copy.place, moment, None if source is not None else incoming))
+            journey = incoming.journey if source is None and incoming is not None else None
+            self._step.askings.append((copy.place, moment, journey))
         copy.taken += 1
         if copy.taken >= copy.tickets:
             self._let_go(copy)
         copy.asked_in = self._note_pass()
-        for other in self._expected_after(copy):
-            if not self._fetch_ahead(other):
-                break
+        self._fetch_what_follows(copy.place)
         return source, incoming
 
-    def _expected_after(self, copy: Copy) -> Iterator[Copy]:
+    def _fetch_what_follows(self, place: int) -> None:
         step = self._step
-        for place in () if step is None else step.after(copy.place):
-            other = step.copies[place]() if step is not None and place < len(step.copies) else None
-            if other is not None:
-                yield other
+        for later in () if step is None else step.after(place):
+            reference = step.copies[later] if step is not None and later < len(step.copies) else None
+            copy = None if reference is None else reference()
+            if copy is not None and not self._fetch_ahead(copy):
+                return
 
     def prefetch(self, tickets: Iterable[Ticket]) -> None:
         """Begin to bring tensors back, in this order, as far as they may be there ahead."""
@@ -348,6 +349,29 @@ class Store:
 
     # --- Backward passes and steps ---
 
+    def mark(self, results: list[Tensor]) -> None:
+        """Note that a forward has come so far: when backward comes by, it is time to fetch what it comes to later.
+
+        For parts of a model that put nothing here between parts that do.
+        """
+        with self._lock:
+            self._bury()
+            step, link = self._step, self._link
+            nodes = [one.grad_fn for one in results if one.grad_fn is not None]
+            if not self._alive or step is None or link is None or not nodes or not link.can_be_used_now():
+                return
+            place = len(step.sizes)
+            step.add(None, 0, link.now())
+        nodes[0].register_prehook(functools.partial(self._comes_by, weakref.ref(step), place))
+
+    def _comes_by(self, step: weakref.ref[Step], place: int, _: object) -> None:
+        with self._lock, out_of_sight():
+            self._bury()
+            if self._step is not None and self._step is step() and self._link is not None:
+                self._step.askings.append((place, self._link.now(), None))
+                self._note_pass()
+                self._fetch_what_follows(place)
+
     def _note_pass(self) -> int:
         task = graph_task_id()
         if task >= 0 and task != self._pass:
@@ -362,7 +386,8 @@ class Store:
             if self._step is None:
                 return
             is_guess = self._step.course is None
-            for copy in [one() for one in self._step.copies]:
+            for reference in self._step.copies:
+                copy = None if reference is None else reference()
                 if copy is not None and copy.incoming is not None and (copy.taken or is_guess):
                     copy.incoming.abandon()
                     self._let_go(copy)
@@ -403,8 +428,8 @@ class Store:
 
     # --- Statistics ---
 
-    def _note_wait(self, moment: Moment, incoming: Incoming) -> None:
-        self._waits.append((moment, incoming))
+    def _note_wait(self, moment: Moment, journey: Journey) -> None:
+        self._waits.append((moment, journey))
         if len(self._waits) > 1000:
             self.count_waits()
 
@@ -412,16 +437,16 @@ class Store:
         """Add up how long the device waited for what came too late, as far as that is known by now."""
         with self._lock:
             for _ in range(len(self._waits)):
-                moment, incoming = self._waits.popleft()
-                late = incoming.late_by(moment)
+                moment, journey = self._waits.popleft()
+                late = journey.late_by(moment)
                 if late is None:
-                    self._waits.append((moment, incoming))
+                    self._waits.append((moment, journey))
                 else:
                     self.counts.waited_seconds += max(late, 0.0) / 1000
 
 
 def _default_bound(link: Link) -> int:
-    return link.memory() // 64
+    return link.memory() // 32
 
 
 def _without_values(tensor: Tensor) -> Tensor:

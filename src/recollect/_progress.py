@@ -1,0 +1,47 @@
+"""Where some parts of a model are offloaded and others are not, the others tell how far backward has come.
+
+What was offloaded first is needed last. It has to be on its way back while backward is still busy with parts that
+offload nothing and ask for nothing, so these parts leave marks in the graph: one forward hook on each module beside
+one that is offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.compiler import is_dynamo_compiling
+from torch.nn import Module
+
+from recollect._engine.scope import here
+from recollect._inputs import find_tensors
+from recollect._stores.chosen import mark
+from recollect._torch import never_begin, remove_forward_hook
+from recollect.policy import Decision, Offload, Recompute
+
+
+def is_offloaded(decision: Decision | None) -> bool:
+    """Whether it sends anything to a store when a module is called outside of a region."""
+    return isinstance(decision, Offload) or (isinstance(decision, Recompute) and decision.inputs is not None)
+
+
+def watch(modules: Iterable[Module]) -> None:
+    for module in modules:
+        remove_forward_hook(module, _called)  # or it would tell twice
+        module.register_forward_hook(_called)
+
+
+def stop_watching(modules: Iterable[Module]) -> None:
+    for module in modules:
+        remove_forward_hook(module, _called)
+
+
+def _called(module: Module, args: Any, result: Any) -> None:
+    if not is_dynamo_compiling():
+        _tell(result)
+
+
+@never_begin
+def _tell(result: Any) -> None:
+    if here.scope is None or not here.scope.following:
+        mark(find_tensors((result,), {})[0])
