@@ -15,6 +15,7 @@ from recollect.policy import Offload
 
 _stores: dict[Offload, Store] = {}
 _lock = threading.Lock()
+_DEVICES = {"cpu": ("cuda",), "disk": ("cuda", "cpu")}  # from which tensors go there
 
 
 def store_of(decision: Offload) -> Store:
@@ -34,7 +35,7 @@ def _make(decision: Offload) -> Store:
     )
     limit = memory_to_spare() if decision.max_host_bytes is None else int(decision.max_host_bytes)
     medium: Medium = HostMedium(Pool(limit, _page_locked))
-    return Store(medium, ("cuda",), min_bytes or 0, in_flight, ahead)
+    return Store(medium, _DEVICES[decision.to], min_bytes or 0, in_flight, ahead)
 
 
 def _page_locked(size: int) -> Tensor:

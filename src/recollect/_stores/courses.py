@@ -8,7 +8,8 @@ that the next is expected to take. From it follows
 - what is fetched ahead: at each asking, what would come too late if it were begun at the next one only. So nothing
   comes back much earlier than it has to, and memory is used for little of it at a time;
 - what stays: what is asked for so soon after the first asking that it cannot be back in time;
-- what is changed in place after it was copied: then whoever changes it has to wait for the copy.
+- what is changed in place after it was copied: then whoever changes it has to wait for the copy;
+- what has left by when.
 
 That is an expectation and no more: a step that takes another course is served all the same, in reverse order.
 """
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
     from recollect._stores.store import Copy
 
 _LOOKED_AT = 256  # how many places ahead, at most
+_SPARE = 1.0  # milliseconds
 
 
 class Course:
     """The places of a step in the order in which they are asked for, and the latest times to begin to fetch them."""
 
-    __slots__ = ("_begin_by", "_index", "_needed", "_order", "changed", "sizes", "stays")
+    __slots__ = ("_begin_by", "_gone", "_gone_later", "_index", "_needed", "_order", "changed", "sizes", "stays")
 
     def __init__(
         self,
@@ -44,6 +46,8 @@ class Course:
         needed: list[float] | None = None,
         begin_by: list[float] | None = None,
         stays: Iterable[int] = (),
+        gone: list[int] | None = None,
+        gone_later: dict[int, int] | None = None,
     ) -> None:
         self.sizes = sizes  # by place
         self.changed = changed
@@ -52,6 +56,8 @@ class Course:
         self._needed = needed or []  # by index; empty if there is nothing to tell times by
         self._begin_by = begin_by or []
         self.stays = frozenset(stays)
+        self._gone = gone or []  # by place: the last place that has left by then
+        self._gone_later = gone_later or {}  # the same by when a place is asked for
 
     def begins_like(self, sizes: list[int]) -> bool:
         """Whether a step with these sizes so far may be of this course."""
@@ -59,6 +65,14 @@ class Course:
 
     def goes_on(self, place: int, size: int) -> bool:
         return place < len(self.sizes) and self.sizes[place] == size
+
+    def gone_by(self, place: int) -> int:
+        """The last place that has left when a step has come to `place`, -1 if none is known to have."""
+        return self._gone[place] if place < len(self._gone) else -1
+
+    def gone_when_asked_for(self, place: int) -> int:
+        """The same for when backward asks for `place`."""
+        return self._gone_later.get(place, -1)
 
     def after(self, place: int) -> Iterator[int]:
         """What to begin to fetch when `place` is asked for."""
@@ -86,6 +100,7 @@ class Step:
         self.begin = begin
         self.copies: list[weakref.ref[Copy] | None] = []  # by place; None for marks
         self.sizes: list[int] = []
+        self.begun: list[Moment] = []
         self.left: list[Moment] = []
         # Where they were asked for, when, and what the device had to wait for.
         self.askings: list[tuple[int, Moment, Journey | None]] = []
@@ -94,9 +109,10 @@ class Step:
         self.course = courses[0] if courses else None
         self.is_on_one_device = True
 
-    def add(self, copy: weakref.ref[Copy] | None, size: int, left: Moment) -> None:
+    def add(self, copy: weakref.ref[Copy] | None, size: int, begun: Moment, left: Moment) -> None:
         place = len(self.sizes)
         self.copies.append(copy)
+        self.begun.append(begun)
         self.sizes.append(size)
         self.left.append(left)
         if self.course is not None and not self.course.goes_on(place, size):
@@ -125,11 +141,17 @@ class Step:
         if rate is None or not self.is_on_one_device:
             return Course(self.sizes, self.changed, order)
         needed = self._times(list(askings.values()))
-        left = [self.begin.elapsed_time(self.left[place]) for place in order]
+        left_at = [self.begin.elapsed_time(moment) for moment in self.left]
+        left = [left_at[place] for place in order]
         durations = [self.sizes[place] / rate for place in order]
         stays = _too_soon([self.sizes[place] for place in order], needed, left, durations, ahead)
         begin_by = _latest_begins(needed, durations, stays)
-        return Course(self.sizes, self.changed, order, needed, begin_by, [order[index] for index in stays])
+        gone = _gone_by([self.begin.elapsed_time(moment) for moment in self.begun], left_at)
+        asked_at = [self.begin.elapsed_time(moment) for moment, _ in askings.values()]
+        gone_later = dict(zip(order, _gone_by(asked_at, left_at), strict=True))
+        return Course(
+            self.sizes, self.changed, order, needed, begin_by, (order[index] for index in stays), gone, gone_later
+        )
 
     def _rate(self) -> float | None:
         """Bytes in a millisecond on the way back, None if nothing came back."""
@@ -149,6 +171,16 @@ class Step:
             late = None if journey is None else journey.late_by(moment)
             waited += max(late or 0.0, 0.0)
         return times
+
+
+def _gone_by(times: list[float], left: list[float]) -> list[int]:
+    """For each of some times, in order, the last place that had left by then, with a bit to spare."""
+    gone, last = [], -1
+    for time in times:
+        while last + 1 < len(left) and left[last + 1] + _SPARE <= time:
+            last += 1
+        gone.append(last)
+    return gone
 
 
 def _too_soon(sizes: list[int], needed: list[float], left: list[float], durations: list[float], ahead: int) -> set[int]:

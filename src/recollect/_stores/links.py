@@ -5,12 +5,12 @@ is: `query()` says whether it is past, `synchronize()` lets the host wait for it
 `elapsed_time(later)` gives milliseconds once both are past.
 
 CUDA. There are two streams besides the user's, one for each direction. Who may use memory when:
-- A copy out is begun after what the current stream has been given so far (`now`). The source may be let go of at
-  once: the allocator does not give its memory to anybody before the copy is done (`record_stream`), nor before the
-  current stream is done with it, which may not be the one that it was allocated for.
+- A copy out is begun after what the current stream has been given so far (`now`). The source is held until the
+  current stream has been told to wait for the copy (`flights.py`). If its memory was allocated for another stream, the
+  allocator gives it to nobody before the current one is done with it too (`record_stream`).
 - The target of a copy in is memory of the current stream, which may still have work to do in it: the copy is begun
-  after that too. Who uses the target waits for the copy, on the device. A target that nobody has used goes to the
-  allocator as a source does.
+  after that too. Who uses the target waits for the copy, on the device. A target that nobody has used is given to
+  nobody before the copy is done (`record_stream`).
 """
 
 from __future__ import annotations
@@ -59,8 +59,11 @@ class Link(Protocol):
         The target's version is not moved: it moves when somebody changes what has arrived.
         """
 
-    def hold_back(self, moment: Moment) -> None:
-        """Let the current stream wait for a moment."""
+    def current_stream(self) -> Any:
+        """The stream that is in use at this point of the program."""
+
+    def hold_back(self, moment: Moment, stream: Any) -> None:
+        """Let a stream wait for a moment."""
 
     def use(self, target: Tensor, moment: Moment) -> None:
         """Let the current stream use what was copied in, from that moment on."""
@@ -96,8 +99,7 @@ class CudaLink:
         _wait_for(self._out, after)
         with torch.cuda.stream(self._out):
             host.copy_(source, non_blocking=True)
-        source.record_stream(self._out)
-        source.record_stream(torch.cuda.current_stream(self.device))
+        source.record_stream(torch.cuda.current_stream(self.device))  # of no effect if the memory is of that stream
         return self._moment(self._out)
 
     def copy_in(self, host: Tensor, target: Tensor, after: list[Moment]) -> tuple[Moment, Moment]:
@@ -112,13 +114,16 @@ class CudaLink:
         event.record(stream)
         return event
 
-    def hold_back(self, moment: Moment) -> None:
-        _wait_for(torch.cuda.current_stream(self.device), [moment])
+    def current_stream(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def hold_back(self, moment: Moment, stream: Any) -> None:
+        _wait_for(stream, [moment])
 
     def use(self, target: Tensor, moment: Moment) -> None:
-        self.hold_back(moment)
-        # It may be another stream than the one whose memory it is: of no effect if not.
-        target.record_stream(torch.cuda.current_stream(self.device))
+        stream = self.current_stream()
+        self.hold_back(moment, stream)
+        target.record_stream(stream)  # as above
 
     def abandon(self, target: Tensor, moment: Moment) -> None:
         if not moment.query():
@@ -178,7 +183,10 @@ class PlainLink:
         target.data.copy_(host)
         return begun, PlainMoment()
 
-    def hold_back(self, moment: Moment) -> None:
+    def current_stream(self) -> Any:
+        return None
+
+    def hold_back(self, moment: Moment, stream: Any) -> None:
         pass
 
     def use(self, target: Tensor, moment: Moment) -> None:

@@ -13,11 +13,15 @@ from recollect._stores.links import Link, Moment
 from recollect._stores.pool import Block, Pool
 
 
-class Journey(Protocol):
-    """The times of a way back. It holds no memory."""
+class Awaited(Protocol):
+    """What a device may have to wait for. It holds no memory."""
 
     def late_by(self, moment: Moment) -> float | None:
-        """How many milliseconds after a moment of the device it ended; None as long as that is not known."""
+        """How many milliseconds after a moment of the device it was done; None as long as that is not known."""
+
+
+class Journey(Awaited, Protocol):
+    """The times of a way back."""
 
     def milliseconds(self) -> float | None:
         """How long it took; None as long as that is not known."""

@@ -10,9 +10,8 @@ Rules.
 - Not taken, and left to the caller: parameters, buffers and views of them, whatever was there after the step before
   and has not changed since (freeing nothing is not worth a copy), small tensors, those of other devices and
   of other kinds than plain strided ones, and everything when there is no room.
-- At most `in_flight` bytes are on their way out at a time: then the host waits, or else it would run ahead and the
-  allocator would have to find memory for all that has not left yet. At most `ahead` bytes are back before they
-  are asked for.
+- At most `in_flight` bytes are on their way out at a time: then the device waits (`flights.py`). At most `ahead` bytes
+  are back before they are asked for.
 - A copy dies with its last ticket. Whoever lets go of the last one may be the garbage collector in the middle of
   anything: so that is only noted then, and the rest is done with the next call of the store.
 
@@ -24,7 +23,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -37,9 +35,10 @@ from torch import Tensor
 from recollect import _errors
 from recollect._inputs import is_parameter
 from recollect._stores.courses import Course, Step
+from recollect._stores.flights import Flight, Flights
 from recollect._stores.forms import Form, takes_whole_storage, values_alone, whole_storage
 from recollect._stores.links import Link, Moment, link_of
-from recollect._stores.media import Held, Incoming, Journey, Medium
+from recollect._stores.media import Awaited, Held, Incoming, Medium
 from recollect._stores.statistics import Counts
 from recollect._torch import (
     StorageReference,
@@ -146,8 +145,7 @@ class Store:
         self._alive = 0
         self._link: Link | None = None  # of the last copy
         self._graves: deque[_Grave] = deque()
-        self._flying: deque[tuple[Moment, int, weakref.ref[Copy]]] = deque()
-        self._flying_bytes = 0
+        self._flights = Flights()
         self._ahead_bytes = 0
         self._step: Step | None = None
         self._ended: Step | None = None  # the one before, until the device has come to its end
@@ -157,7 +155,7 @@ class Store:
         self._storages: list[tuple[Key, StorageReference]] = []  # of this step's copies
         self._lasting: dict[Key, StorageReference] = {}  # at a version that outlived a step
         self._pass = -1
-        self._waits: deque[tuple[Moment, Journey]] = deque()  # of which is not known yet how long they were
+        self._waits: deque[tuple[Moment, Awaited]] = deque()  # of which is not known yet how long they were
 
     # --- Out ---
 
@@ -178,9 +176,7 @@ class Store:
             if copy is None:
                 return None
             copy.tickets += 1
-            ticket = Ticket(copy, Form(tensor, is_whole=is_whole))
-        self._wait_if_too_much(link)
-        return ticket
+            return Ticket(copy, Form(tensor, is_whole=is_whole))
 
     def _takes(self, tensor: Tensor) -> bool:
         return (
@@ -208,6 +204,7 @@ class Store:
             return None
         source = whole_storage(tensor) if is_whole else values_alone(tensor)
         size = source.numel()
+        begun = link.now()
         held = self.medium.write(source, link)
         if held is None:
             self.counts.bytes_kept += size
@@ -220,46 +217,30 @@ class Store:
         reference = self._copies[key] = weakref.ref(copy)
         self._alive += 1
         self.counts.bytes_out += size
-        course = step.course
-        if (self._changes or self._steps == 1) if course is None else place in course.changed:
-            link.hold_back(held.left)
-            copy.is_sure = True
         if step.will_stay():
             copy.source = tensor.detach()
             self.counts.bytes_stayed += size
             self._count_ahead(copy)
-            size_in_flight = 0  # as its memory does not wait for the copy
-        else:
-            size_in_flight = size
-        self._flying.append((held.left, size_in_flight, reference))
-        self._flying_bytes += size_in_flight
+        self._begin_flight(Flight(copy, link, held.left, source))
         step.is_on_one_device &= not step.copies or self._link is link
         self._link = link
-        step.add(reference, size, held.left)
+        step.add(reference, size, begun, held.left)
         # As long as this is held, the storage's identity, which the key has, is not another's.
         self._storages.append((_key(tensor), StorageReference(tensor.untyped_storage())))
         return copy
 
-    def _wait_if_too_much(self, link: Link) -> None:
-        """Let the host wait until what is on its way out is within bounds; the last is let go in any case."""
-        bound = _default_bound(link) if self._in_flight is None else self._in_flight
-        while True:
-            with self._lock:
-                self._see_what_has_left()
-                if self._flying_bytes <= bound or len(self._flying) < 2:
-                    return
-                moment = self._flying[0][0]
-            begin = time.perf_counter()
-            moment.synchronize()
-            self.counts.host_waited_seconds += time.perf_counter() - begin
-
-    def _see_what_has_left(self) -> None:
-        while self._flying and self._flying[0][0].query():
-            _, size, reference = self._flying.popleft()
-            self._flying_bytes -= size
-            copy = reference()
-            if copy is not None and not copy.is_changed():
-                copy.is_sure = True
+    def _begin_flight(self, flight: Flight) -> None:
+        step, link, place = self._step, flight.link, flight.place
+        course = None if step is None else step.course
+        self._flights.land_what_has_left(-1 if course is None else course.gone_by(place))
+        if (self._changes or self._steps == 1) if course is None else place in course.changed:
+            flight.hold_back()
+            flight.land()
+            return
+        self._flights.begin(flight)
+        moment = link.now()
+        for landed in self._flights.land_what_is_too_much(self._bound(self._in_flight, link)):
+            self._note_wait(moment, landed)
 
     # --- In ---
 
@@ -305,6 +286,8 @@ class Store:
 
     def _fetch_what_follows(self, place: int) -> None:
         step = self._step
+        course = None if step is None else step.course
+        self._flights.land_what_has_left(-1 if course is None else course.gone_when_asked_for(place))
         for later in () if step is None else step.after(place):
             reference = step.copies[later] if step is not None and later < len(step.copies) else None
             copy = None if reference is None else reference()
@@ -324,7 +307,7 @@ class Store:
         task = graph_task_id()
         if copy.incoming is not None or copy.source is not None or (copy.asked_in == task and task >= 0):
             return True
-        bound = _default_bound(copy.link) if self._ahead is None else self._ahead
+        bound = self._bound(self._ahead, copy.link)
         if self._ahead_bytes and self._ahead_bytes + copy.size > bound:
             return False
         copy.incoming = self._fetch(copy)
@@ -360,8 +343,10 @@ class Store:
             nodes = [one.grad_fn for one in results if one.grad_fn is not None]
             if not self._alive or step is None or link is None or not nodes or not link.can_be_used_now():
                 return
-            place = len(step.sizes)
-            step.add(None, 0, link.now())
+            place, moment = len(step.sizes), link.now()
+            if step.course is not None:
+                self._flights.land_what_has_left(step.course.gone_by(place))
+            step.add(None, 0, moment, moment)
         nodes[0].register_prehook(functools.partial(self._comes_by, weakref.ref(step), place))
 
     def _comes_by(self, step: weakref.ref[Step], place: int, _: object) -> None:
@@ -405,13 +390,17 @@ class Store:
             key: storage for key, storage in (*self._lasting.items(), *self._storages) if not storage.expired()
         }
         self._storages = []
+        self._flights.land_all()
         self._step = Step(link.now(), self._courses)
 
     def _learn(self, step: Step, link: Link) -> None:
-        course = step.learn(_default_bound(link) if self._ahead is None else self._ahead)
+        course = step.learn(self._bound(self._ahead, link))
         if course is not None:
             others = [one for one in self._courses if one.sizes != course.sizes]
             self._courses = [course, *others[: _COURSES - 1]]
+
+    def _bound(self, chosen: int | None, link: Link) -> int:
+        return link.memory() // 32 if chosen is None else chosen
 
     def _bury(self) -> None:
         """Release what belonged to copies that have died."""
@@ -428,8 +417,8 @@ class Store:
 
     # --- Statistics ---
 
-    def _note_wait(self, moment: Moment, journey: Journey) -> None:
-        self._waits.append((moment, journey))
+    def _note_wait(self, moment: Moment, awaited: Awaited) -> None:
+        self._waits.append((moment, awaited))
         if len(self._waits) > 1000:
             self.count_waits()
 
@@ -437,16 +426,12 @@ class Store:
         """Add up how long the device waited for what came too late, as far as that is known by now."""
         with self._lock:
             for _ in range(len(self._waits)):
-                moment, journey = self._waits.popleft()
-                late = journey.late_by(moment)
+                moment, awaited = self._waits.popleft()
+                late = awaited.late_by(moment)
                 if late is None:
-                    self._waits.append((moment, journey))
+                    self._waits.append((moment, awaited))
                 else:
                     self.counts.waited_seconds += max(late, 0.0) / 1000
-
-
-def _default_bound(link: Link) -> int:
-    return link.memory() // 32
 
 
 def _without_values(tensor: Tensor) -> Tensor:

@@ -1,0 +1,742 @@
+"""Offloading: what leaves, what stays, that it comes back right, and what is left behind. See lazy_link.py."""
+
+import contextlib
+import copy
+import gc
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+
+import lazy_link
+import recollect
+from recollect import CheckpointError, Offload, Recompute, Save, by_name, offload_ops
+from recollect._stores import chosen, courses
+from recollect._stores.pool import Pool
+from recollect._stores.ranges import Ranges
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.usefixtures("lazy")
+
+
+@pytest.fixture
+def lazy(monkeypatch):
+    return lazy_link.install(monkeypatch)
+
+
+def everything(**options):
+    return recollect.offload(**{"min_bytes": 0, **options})
+
+
+def stores():
+    return list(chosen._stores.values())
+
+
+def gradients(forward, leaves, around=contextlib.nullcontext, seed=3):
+    torch.manual_seed(seed)
+    with around():
+        loss = forward().square().sum()
+    return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+
+def assert_as_plain(forward, leaves, around=everything, plain=None, steps=8):
+    expected = gradients(plain or forward, leaves)
+    for _ in range(steps):
+        for got, wanted in zip(gradients(forward, leaves, around), expected, strict=True):
+            assert (got is None and wanted is None) or torch.equal(got, wanted)
+
+
+def assert_nothing_is_left():
+    gc.collect()
+    for store in stores():
+        with store._lock:
+            store._bury()
+        assert store._alive == 0
+        assert store._ahead_bytes == 0
+        assert store.medium.pool.used == 0
+        assert not store._copies
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left():
+    yield
+    assert_nothing_is_left()
+
+
+class Attention(nn.Module):
+    def __init__(self, width=16, heads=2, dropout=0.0):
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.register_buffer("scale", torch.randn(1, 6, width))
+
+    def forward(self, x):
+        q, k, v = (one.unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return F.dropout(self.proj(attended) * self.scale, self.dropout)
+
+
+class Block(nn.Module):
+    def __init__(self, width=16, dropout=0.0):
+        super().__init__()
+        self.attn = Attention(width, dropout=dropout)
+        self.norm = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        x = x + self.attn(x)
+        return x + self.mlp(self.norm(x))
+
+
+def transformer(layers=4, dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(dropout=dropout) for _ in range(layers)))
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def leaves_of(model, *inputs):
+    return [*inputs, *model.parameters()]
+
+
+# --- Right ---
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("chance", [0.0, 0.2, 1.0])
+@pytest.mark.parametrize("options", [{}, {"in_flight": 0, "ahead": 0}, {"in_flight": 4000, "ahead": 9000}], ids=str)
+def test_gradients_are_the_same(lazy, x, dropout, chance, options):
+    lazy.chance = chance
+    model = transformer(dropout=dropout)
+    assert_as_plain(lambda: model(x), leaves_of(model, x), lambda: everything(**options))
+    stats = recollect.offload_stats()
+    assert stats.bytes_out > 0
+    assert stats.bytes_in + stats.bytes_stayed > 0
+
+
+REGIONS = {
+    "around regions": lambda model, x: model(x),
+    "a region around": lambda model, x: recollect.checkpoint(model, x),
+    "regions in a region": lambda model, x: recollect.checkpoint(
+        lambda x: recollect.checkpoint(model[2:], recollect.checkpoint(model[:2], x)), x
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", REGIONS)
+def test_around_regions(x, shape):
+    model = transformer(dropout=0.2)
+    if shape == "around regions":
+        recollect.apply(model, {"*": Recompute()})
+    plain = copy.deepcopy(model)
+    recollect.unapply(plain)
+    got = [gradients(lambda: REGIONS[shape](model, x), leaves_of(model, x), everything) for _ in range(4)]
+    for one in got:
+        for mine, wanted in zip(one, gradients(lambda: plain(x), leaves_of(plain, x)), strict=True):
+            assert torch.equal(mine, wanted)
+
+
+def test_inside_of_a_region_it_keeps_what_would_be_recomputed_and_replays_put_nothing(x):
+    w = torch.randn(16, 16, requires_grad=True)
+
+    def function(x):
+        with everything():
+            x = (x @ w).exp().sin()
+        return x.cos().exp()
+
+    assert_as_plain(lambda: recollect.checkpoint(function, x), [x, w], contextlib.nullcontext, lambda: function(x))
+    before = recollect.offload_stats().bytes_out
+    y = recollect.checkpoint(function, x)
+    put = recollect.offload_stats().bytes_out - before
+    assert put > 0
+    y.sum().backward()
+    assert recollect.offload_stats().bytes_out - before == put
+
+
+DECISIONS = {
+    "modules": {"*": Offload(min_bytes=0)},
+    "the first": {"0": Offload(min_bytes=0), "1": Offload(min_bytes=0)},
+    "inputs": {"*": Recompute(inputs=Offload(min_bytes=0))},
+    "inputs of the first": {"0": Recompute(inputs=Offload(min_bytes=0)), "2": Recompute()},
+    "parts of regions": {"*": Recompute(), "*.attn": Offload(min_bytes=0)},
+    "operators": {"*": Recompute(policy=offload_ops(aten.addmm, aten.mm))},
+    "parts of parts": {"*": Offload(min_bytes=0), "*.mlp": Recompute(inputs=Offload(min_bytes=0))},
+}
+
+
+@pytest.mark.parametrize("decisions", DECISIONS)
+def test_decisions(x, decisions):
+    model = transformer(dropout=0.2)
+    plain = copy.deepcopy(model)
+    recollect.apply(model, DECISIONS[decisions])
+    for _ in range(6):
+        got = gradients(lambda: model(x), leaves_of(model, x))
+        for mine, wanted in zip(got, gradients(lambda: plain(x), leaves_of(plain, x)), strict=True):
+            assert torch.equal(mine, wanted)
+    if decisions != "operators":  # whose results are smaller than what is worth it
+        assert recollect.offload_stats().bytes_out > 0
+
+
+def test_named_regions_and_operators_that_are_offloaded(x):
+    model = transformer(layers=1)
+
+    def function(x):
+        return model[0].mlp(recollect.region("attn", model[0].attn)(x)).exp()
+
+    for policy in (
+        by_name({"attn": Offload(min_bytes=0)}),
+        lambda op, ctx: Offload(min_bytes=0) if op is aten.addmm.default else None,
+    ):
+        before = recollect.offload_stats().bytes_out
+        assert_as_plain(
+            lambda policy=policy: recollect.checkpoint(function, x, policy=policy),
+            leaves_of(model, x)[:1],
+            contextlib.nullcontext,
+            lambda: function(x),
+        )
+        assert recollect.offload_stats().bytes_out > before
+
+
+def test_only_the_input_of_a_layer_is_left_and_it_is_on_the_host(x):
+    layer = recollect.remat(lambda x: x.sin().exp().sin(), inputs=Offload(min_bytes=0))
+    h = x * 2
+    y = layer(h).sum()
+    assert recollect.offload_stats().bytes_out == h.nbytes
+    y.backward()
+    (expected,) = torch.autograd.grad((x * 2).sin().exp().sin().sum(), x)
+    assert torch.equal(x.grad, expected)
+
+
+def test_retained_graphs(x):
+    model = transformer(layers=2)
+    leaves = leaves_of(model, x)
+    expected = gradients(lambda: model(x), leaves)
+    for _ in range(4):
+        with everything():
+            loss = model(x).square().sum()
+        for keep in (True, True, False):
+            for got, wanted in zip(torch.autograd.grad(loss, leaves, retain_graph=keep), expected, strict=True):
+                assert torch.equal(got, wanted)
+
+
+def test_partial_backwards_of_all_kinds(x):
+    model = transformer(layers=3)
+    leaves = leaves_of(model, x)
+    expected = gradients(lambda: model(x), leaves)
+    for _ in range(4):
+        with everything():
+            loss = model(x).square().sum()
+        (last,) = torch.autograd.grad(loss, [leaves[-1]], retain_graph=True)
+        assert torch.equal(last, expected[-1])
+        torch.autograd.grad(loss, [model[1].norm.weight], retain_graph=True)
+        for got, wanted in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
+def test_second_derivatives(x):
+    def twice(around):
+        with around():
+            y = (x.sin() * x.exp()).square().sum()
+        (grad,) = torch.autograd.grad(y, x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)[0]
+
+    for _ in range(3):
+        assert torch.equal(twice(everything), twice(contextlib.nullcontext))
+
+
+def test_a_graph_that_dies_and_errors_in_the_middle_leave_nothing(x):
+    model = transformer(layers=2)
+    for _ in range(3):
+        with everything():
+            model(x)
+        with contextlib.suppress(ZeroDivisionError), everything():
+            model(x)
+            raise ZeroDivisionError
+        with everything():
+            y = model(x) * 1
+        y.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            y.sum().backward()
+        del y
+        assert_nothing_is_left()
+    assert_as_plain(lambda: model(x), leaves_of(model, x))
+
+
+def test_micro_batches_between_each_other(x):
+    model = transformer(layers=3)
+    leaves = leaves_of(model, x)
+    expected = gradients(lambda: model(x), leaves)
+    for _ in range(5):
+        losses = []
+        for step in range(4):
+            with everything(ahead=5000):
+                losses.append(model(x).square().sum())
+            if step >= 2:
+                for got, wanted in zip(torch.autograd.grad(losses.pop(0), leaves), expected, strict=True):
+                    assert torch.equal(got, wanted)
+        for loss in losses:
+            for got, wanted in zip(torch.autograd.grad(loss, leaves), expected, strict=True):
+                assert torch.equal(got, wanted)
+
+
+def test_threads_share_a_store(x):
+    problems = []
+
+    def train(seed):
+        try:
+            torch.manual_seed(seed)
+            w = torch.randn(16, 16, requires_grad=True)
+            expected = gradients(lambda: (x @ w).sin().exp(), [w])
+            for _ in range(30):
+                with everything(in_flight=3000, ahead=3000):
+                    loss = (x @ w).sin().exp().square().sum()
+                if not torch.equal(torch.autograd.grad(loss, [w])[0], expected[0]):
+                    problems.append("differs")
+        except BaseException as error:
+            problems.append(repr(error))
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+
+
+# --- What leaves, and how often ---
+
+
+def test_a_storage_that_is_saved_thrice_is_copied_once_and_its_views_are_views(x):
+    w = torch.randn(16, 48, requires_grad=True)
+    with everything():
+        qkv = x @ w
+        q, k, v = qkv.chunk(3, -1)
+        parts = [part.exp() * part for part in (q, k, v)]
+        y = sum(parts)
+    copied = [x.nbytes * 0, qkv.nbytes, *(part.nbytes for part in parts)]  # a leaf that needs grad stays
+    assert recollect.offload_stats().bytes_out == sum(copied)
+    y.sum().backward()
+    assert recollect.offload_stats().bytes_in == sum(copied)
+
+
+def test_what_is_saved_changed_and_saved_again_is_two_copies(x):
+    def forward():
+        h = x * 1
+        first = h.exp() * 0.5  # saves the result of exp
+        h = h.sin()
+        a = h * h
+        with torch.no_grad():
+            h.mul_(2)
+        b = h * h
+        return first.sum() + a.sum() + b.sum()
+
+    with save_on_cpu():
+        expected = torch.autograd.grad(forward(), x)
+    for _ in range(5):
+        with everything():
+            y = forward()
+        assert torch.equal(torch.autograd.grad(y, x)[0], expected[0])
+
+
+def test_a_change_that_was_not_expected_is_an_error_and_works_the_next_time(lazy, x):
+    lazy.chance = 0.0
+
+    def step(change):
+        with everything():
+            h = x.sin()
+            y = h * h
+            if change:
+                with torch.no_grad():
+                    h.mul_(2)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    expected = step(change=False)
+    step(change=False)
+    with pytest.raises(
+        CheckpointError, match=r"modified by an inplace operation.*was changed before its copy was done"
+    ):
+        step(change=True)
+    for _ in range(4):
+        assert torch.equal(step(change=True), expected)
+
+
+def test_what_is_never_copied():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16))
+            self.frozen = nn.Parameter(torch.randn(16, 16), requires_grad=False)
+            self.register_buffer("table", torch.randn(32, 16))
+
+        def forward(self, x):
+            return ((x * self.table[:16]) @ self.weight.t()) * self.frozen[0] * self.weight.detach()
+
+    model = Model()
+    x = torch.randn(16, 16, requires_grad=True)  # a leaf
+    with everything():
+        y = model(x).sum()
+    # The results of the first product and of the two products before the last.
+    assert recollect.offload_stats().bytes_out == 3 * x.nbytes
+    y.backward()
+
+
+def test_small_tensors_and_those_of_other_kinds_stay():
+    x = torch.randn(300, requires_grad=True)
+    for around in (lambda: recollect.offload(), lambda: recollect.offload(min_bytes="1.2 KB")):
+        with around():
+            y = x.sin().exp().sum()
+        y.backward()
+    assert recollect.offload_stats().bytes_out == x.nbytes  # 1,200 bytes, the result of exp
+    a = torch.randn(4, 4).to_sparse().requires_grad_()
+    with everything():
+        y = torch.sparse.mm(a, torch.randn(4, 4, requires_grad=True)).sum()
+    y.backward()
+
+
+def test_what_outlives_a_step_unchanged_is_not_copied_again():
+    mask, x = torch.randn(16, 16), torch.randn(16, 16, requires_grad=True)
+    copied = []
+    for _ in range(3):
+        before = recollect.offload_stats().bytes_out
+        with everything():
+            y = (x.sin() * mask).sum()
+        y.backward()
+        copied.append((recollect.offload_stats().bytes_out - before) // mask.nbytes)
+    assert copied == [1, 0, 0]
+
+
+def test_without_room_it_stays_and_the_statistics_say_so(x):
+    model = transformer()
+    assert_as_plain(lambda: model(x), leaves_of(model, x), lambda: everything(max_host_bytes=1000))
+    stats = recollect.offload_stats()
+    assert (stats.bytes_out, stats.pinned_bytes) == (0, 0)
+    assert stats.bytes_kept > 0
+
+
+def test_a_change_of_what_stayed_for_want_of_room_is_an_error(x):
+    with everything(max_host_bytes=0):
+        h = x.sin()
+        y = h * h
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(CheckpointError, match=r"saved under recollect\.offload and that stayed where it was"):
+        y.sum().backward()
+
+
+def test_memory_of_the_host_is_used_again(x):
+    model = transformer()
+    options = {"in_flight": 2000, "ahead": 5000}
+    gradients(lambda: model(x), leaves_of(model, x), lambda: everything(**options))
+    allocations = recollect.offload_stats().pinned_allocations
+    assert allocations == 1
+    assert_as_plain(lambda: model(x), leaves_of(model, x), lambda: everything(**options), steps=20)
+    assert recollect.offload_stats().pinned_allocations == allocations
+
+
+# --- Bounds ---
+
+
+def test_no_more_is_on_its_way_out_than_may_be(lazy):
+    lazy.chance = 0.0
+    x = torch.randn(1000, requires_grad=True)
+    most = 0
+    for step in range(3):
+        with everything(in_flight=5 * x.nbytes):
+            y = x
+            for _ in range(30):
+                y = y.sin()
+                most = max(most, lazy.bytes_in_flight())
+        if step == 0:
+            assert most <= x.nbytes  # the first step waits for each
+        torch.autograd.grad(y.sum(), x)
+    assert most == 5 * x.nbytes
+
+
+def test_no_more_is_back_ahead_than_may_be(lazy):
+    x = torch.randn(1000, requires_grad=True)
+    for _ in range(3):
+        with everything(ahead=4 * x.nbytes):
+            y = x
+            for _ in range(30):
+                y = y.sin()
+        (store,) = stores()
+        most = []
+        y.register_hook(lambda grad, most=most, store=store: most.append(store._ahead_bytes))
+        z = y.sum()
+        hooks = []
+        node = y.grad_fn
+        while node is not None and node.next_functions:
+            hooks.append(node.register_prehook(lambda grads, most=most, store=store: most.append(store._ahead_bytes)))
+            node = node.next_functions[0][0]
+        torch.autograd.grad(z, x)
+        assert 0 < max(most) <= 4 * x.nbytes
+        del hooks, node, y, z
+
+
+def test_from_the_second_step_on_everything_is_back_before_it_is_asked_for(x):
+    model = transformer()
+    recollect.apply(model, {"*": Recompute(), "*.attn": Offload(min_bytes=0)})
+    hits = []
+    for _ in range(4):
+        before = recollect.offload_stats()
+        gradients(lambda: model(x), leaves_of(model, x))
+        after = recollect.offload_stats()
+        hits.append((after.prefetch_hits - before.prefetch_hits, after.prefetch_misses - before.prefetch_misses))
+    assert hits[0][1] > 0
+    assert all(misses <= 1 for _, misses in hits[1:])
+    assert hits[-1][0] > 4
+    assert recollect.offload_stats().hit_rate > 0.5
+
+
+def test_a_step_of_another_kind_finds_its_own_course_again(x):
+    models = [transformer(layers=2), transformer(layers=3)]
+    for _ in range(6):
+        for model in models:
+            assert_as_plain(lambda model=model: model(x), leaves_of(model, x), steps=1)
+    (store,) = stores()
+    assert len(store._courses) == 2
+
+
+# --- What is learnt ---
+
+
+def test_what_is_asked_for_too_soon_stays():
+    # Sizes of 10, each takes 2 ms; the first three are asked for at once, the others a long time later.
+    stays = courses._too_soon([10] * 5, [0.0, 0.0, 1.0, 50.0, 60.0], [0.0] * 5, [2.0] * 5, ahead=100)
+    assert stays == {0, 1, 2}
+    assert courses._too_soon([10] * 5, [0.0, 0.0, 1.0, 50.0, 60.0], [0.0] * 5, [2.0] * 5, ahead=20) == {0, 1}
+    # One that leaves late comes back late.
+    assert courses._too_soon([10, 10], [0.0, 5.0], [0.0, 9.0], [2.0, 2.0], ahead=100) == {0, 1}
+    assert courses._too_soon([0, 10], [0.0, 5.0], [3.0, 0.0], [0.0, 2.0], ahead=100) == set()
+
+
+def test_when_to_begin_at_the_latest():
+    begins = courses._latest_begins([0.0, 10.0, 11.0, 30.0], [1.0, 4.0, 4.0, 5.0], stays={0})
+    assert begins[1:] == [3.0, 7.0, 25.0]
+
+
+def test_what_has_left_by_when():
+    assert courses._gone_by([0.0, 5.0, 6.5, 90.0], [2.0, 5.4, 80.0]) == [-1, 0, 1, 2]
+
+
+def test_marks_let_what_left_first_come_back_in_time(x):
+    """Nothing is asked for while backward is in the layers that offload nothing."""
+    model = transformer(layers=6)
+    plain = copy.deepcopy(model)
+    recollect.apply(model, {"0": Offload(min_bytes=0)})
+    all_misses = []
+    for _ in range(4):
+        y = model(x)
+        before = recollect.offload_stats()
+        y.square().sum().backward()
+        misses = recollect.offload_stats().prefetch_misses - before.prefetch_misses
+        all_misses.append(misses)
+        model.zero_grad()
+        x.grad = None
+    assert all_misses[-1] == 0
+    for got, wanted in zip(gradients(lambda: model(x), [x]), gradients(lambda: plain(x), [x]), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_marks_come_and_go_with_decisions():
+    model = transformer(layers=3)
+    hooks = lambda: [len(one._forward_hooks) for one in model]  # noqa: E731
+    handle = recollect.apply(model, {"0": Offload()})
+    assert hooks() == [0, 1, 1]
+    twin = copy.deepcopy(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    handle.remove()
+    assert hooks() == [0, 0, 0]
+    for one in (twin, loaded):
+        recollect.unapply(one)
+        assert [len(part._forward_hooks) for part in one] == [0, 0, 0]
+    with recollect.apply(model, {"1": Recompute(inputs=Offload())}):
+        assert hooks() == [1, 0, 1]
+    assert hooks() == [0, 0, 0]
+    with recollect.apply(model, {"0": Save(), "1": Recompute()}):
+        assert hooks() == [0, 0, 0]
+
+
+# --- Forms ---
+
+FORMS = {
+    "strided": lambda t: t[:, ::2],
+    "transposed": lambda t: t.t(),
+    "expanded": lambda t: t[:1].expand(16, 16),
+    "a part": lambda t: t[3:4],
+    "a column": lambda t: t[:, 1],
+    "a number": lambda t: t[2, 3],
+    "conjugate": lambda t: torch.complex(t, t + 1).conj(),
+    "a conjugate part": lambda t: torch.complex(t, t + 1).conj()[1:3],
+    "negative": lambda t: torch.complex(t, t + 1).conj().imag,
+    "a negative part": lambda t: torch.complex(t, t + 1).conj().imag[2:4],
+    "bytes": lambda t: t > 0,
+    "half": lambda t: t.half(),
+    "double": lambda t: t.double(),
+    "odd": lambda t: t.half().flatten()[:7],
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_tensors_come_back_as_they_were(name):
+    store = chosen.store_of(Offload(min_bytes=0))
+    original = FORMS[name](torch.randn(16, 16))
+    ticket = store.put(original)
+    for _ in range(2):
+        back = store.get(ticket)
+        assert torch.equal(back, original)
+        assert (back.shape, back.stride(), back.dtype) == (original.shape, original.stride(), original.dtype)
+        assert (back.is_conj(), back.is_neg()) == (original.is_conj(), original.is_neg())
+        assert back.data_ptr() != original.data_ptr()
+    del ticket
+
+
+def test_who_changes_what_came_back_changes_it_for_nobody_else():
+    store = chosen.store_of(Offload(min_bytes=0))
+    base = torch.randn(8, 8)
+    whole, part = store.put(base), store.put(base[2:6])
+    store.get(whole).mul_(2)
+    assert torch.equal(store.get(part), base[2:6])
+    assert torch.equal(store.get(whole), base)
+    del whole, part
+
+
+def test_tickets_can_be_fetched_ahead_by_hand():
+    store = chosen.store_of(Offload(min_bytes=0))
+    tensors = [torch.randn(100) for _ in range(5)]
+    tickets = [store.put(one) for one in tensors]
+    store.prefetch(reversed(tickets))
+    before = recollect.offload_stats().prefetch_hits
+    for ticket, tensor in zip(reversed(tickets), reversed(tensors), strict=True):
+        assert torch.equal(store.get(ticket), tensor)
+    assert recollect.offload_stats().prefetch_hits == before + 5
+    del ticket, tickets
+
+
+def test_ranges_against_a_plain_list():
+    import random
+
+    luck = random.Random(0)
+    ranges, taken = Ranges(10_000, 16), {}
+    for _ in range(3000):
+        if taken and luck.random() < 0.5:
+            begin = luck.choice(list(taken))
+            ranges.give(begin, taken.pop(begin))
+        else:
+            size = luck.randrange(1, 900)
+            begin = ranges.take(size)
+            if begin is not None:
+                end = begin + -(-size // 16) * 16
+                assert end <= 10_000
+                assert all(end <= other or begin >= other + -(-length // 16) * 16 for other, length in taken.items())
+                taken[begin] = size
+    for begin, size in taken.items():
+        ranges.give(begin, size)
+    assert ranges.is_empty()
+    assert ranges.take(10_000) == 0
+
+
+def test_a_pool_keeps_within_its_limit():
+    sizes = []
+
+    def allocate(size):
+        sizes.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    pool = Pool(100 * 2**20, allocate)
+    blocks = [pool.take(2**24) for _ in range(8)]
+    assert sum(sizes) <= 100 * 2**20
+    assert [block is not None for block in blocks] == [True] * 6 + [False] * 2
+    for block in blocks[:6]:
+        block.give_back()
+    assert pool.used == 0
+
+
+# --- What one asks for ---
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"to": "moon"}, ValueError, "to must be one of 'cpu', 'disk', got 'moon'"),
+        ({"min_bytes": None}, TypeError, "min_bytes must be a number of bytes"),
+        ({"min_bytes": -1}, ValueError, "min_bytes must be a number of bytes"),
+        ({"ahead": "5 parsecs"}, ValueError, "ahead must be a number of bytes.*'5 parsecs'"),
+        ({"in_flight": True}, TypeError, "in_flight must be a number of bytes"),
+        ({"in_flight": 1.5}, TypeError, "in_flight must be a number of bytes"),
+        ({"directory": "x"}, ValueError, 'directory has no meaning with to="cpu"'),
+        ({"to": "disk", "directory": 3}, TypeError, "directory must be a path, got int 3"),
+        ({"to": "disk", "max_host_bytes": 3}, ValueError, 'max_host_bytes has no meaning with to="disk"'),
+    ],
+)
+def test_bad_options(options, kind, message):
+    for make in (Offload, recollect.offload):
+        with pytest.raises(kind, match=message):
+            make(**options)
+
+
+def test_bad_inputs():
+    for make in (lambda: Recompute(inputs=Save()), lambda: recollect.remat(torch.sin, inputs=True)):
+        with pytest.raises(TypeError, match=r"inputs must be recollect.Offload\(\) or None"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("written", "bytes_"), [("1 KiB", 1024), ("1.5GB", 1_500_000_000), ("2mib", 2**21), ("7", 7), ("3 B", 3)]
+)
+def test_sizes_as_people_write_them(written, bytes_):
+    assert Offload(min_bytes=written).min_bytes == bytes_
+
+
+def test_decisions_are_values():
+    assert Offload(max_host_bytes="1 GiB") == Offload(max_host_bytes=2**30)
+    assert hash(Offload()) == hash(Offload(to="cpu"))
+    assert pickle.loads(pickle.dumps(Recompute(inputs=Offload(ahead=3)))) == Recompute(inputs=Offload(ahead=3))
+
+
+def test_it_can_be_entered_again_and_within_itself(x):
+    around = everything()
+    for _ in range(2):
+        with around:
+            with around:
+                y = x.sin().exp()
+            z = y.cos().sum()
+        assert torch.equal(torch.autograd.grad(z, x)[0], torch.autograd.grad(x.sin().exp().cos().sum(), x)[0])
+
+
+def test_under_the_compiler(x):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_as_plain(lambda: compiled(x), leaves_of(model, x), steps=3)
+
+    @torch.compile(backend="aot_eager")
+    def inside(x):
+        with everything():
+            return model(x).sin()
+
+    assert_as_plain(lambda: inside(x), leaves_of(model, x), contextlib.nullcontext, lambda: model(x).sin(), steps=3)
+
+
+def test_autocast_and_modes_see_nothing_of_it(x):
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    seen = []
+    for around in (contextlib.nullcontext, everything):
+        names = []
+        with Names(), torch.autocast("cpu", dtype=torch.bfloat16), around():
+            y = (x @ x.mT).exp().sum()
+        y.backward()
+        seen.append(names)
+    assert seen[0] == seen[1]
