@@ -46,7 +46,7 @@ class _Staging:
         self._turn = threading.Lock()
 
     def take(self, size: int) -> Block:
-        """A block that nobody uses; waits until there is one. It is owed to nobody who waits here himself."""
+        """A block that nobody uses; waits until there is one. Who has a block already must not ask for another."""
         with self._turn:
             while True:
                 self._collect()
@@ -303,12 +303,12 @@ class DiskMedium:
         except OSError as error:
             raise crew.not_written(size, error) from error
         try:
-            block = crew.staging.take(size)
+            block, left = crew.staging.take(size), None
             try:
                 left = link.copy_out(source, block.memory, [link.now(), *block.free_after()])
                 crew.writers.submit(crew.write, place, block, left)
             except BaseException:
-                crew.staging.give(block)
+                crew.staging.give(block, left)
                 raise
         except BaseException:
             place.written.set()

@@ -216,7 +216,10 @@ class Files:
             if error.errno not in _FULL:
                 raise
         # No more than is needed then, and without the segments in which there is nothing.
-        self._segments = [segment for segment in self._segments if not segment.ranges.is_empty()]
+        empty = [segment for segment in self._segments if segment.ranges.is_empty()]
+        self._segments = [segment for segment in self._segments if segment not in empty]
+        for segment in empty:
+            segment.close()
         return _Segment(self.directory, size)
 
 
