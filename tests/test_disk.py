@@ -144,6 +144,11 @@ def until(condition):
         time.sleep(0.001)
 
 
+def written(held):
+    assert held._place.written.wait(DEADLINE)
+    return held
+
+
 def come_back(held, size):
     memory = held.fetch().take()
     assert memory.numel() % 16 == 0
@@ -422,22 +427,58 @@ def test_nobody_wants_what_is_on_its_way(medium, later):
     assert all(target is abandoned.memory for target in later.abandoned)
 
 
-def test_room_is_free_when_nobody_reads_or_writes_there_any_more(medium, later):
+@pytest.fixture
+def slow_reads(monkeypatch):
+    """Reads wait until this is set."""
+    may_read, read = threading.Event(), os.preadv
+
+    def wait_and_read(*arguments):
+        assert may_read.wait(DEADLINE)
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", wait_and_read)
+    yield may_read
+    may_read.set()
+
+
+def test_who_is_abandoned_while_it_is_read_goes_to_the_link_in_the_end(medium, later, slow_reads):
+    held = written(medium.write(some_bytes(1000), later))
+    incoming = held.fetch()
+    until(lambda: medium.pool.used == 1000 and not medium._crew.staging._given.qsize())
+    time.sleep(0.02)
+    incoming.abandon()
+    assert later.abandoned == []
+    slow_reads.set()
+    until(lambda: later.abandoned)
+    assert later.abandoned[0] is incoming.memory
+
+
+def test_room_is_not_free_before_it_is_written(medium, later):
     later.may_run.clear()
-    source = some_bytes(1000)
-    first = medium.write(source, later)
-    incoming = first.fetch()
+    first = medium.write(some_bytes(1000), later)
     first.release()
     second = medium.write(some_bytes(1000, 1), later)
     assert second._place.begin != first._place.begin
     later.may_run.set()
-    assert torch.equal(incoming.take()[:1000], source)
-    until(lambda: not first._place.readers)
+    written(first)
     third = medium.write(some_bytes(1000, 2), later)
     assert third._place.begin == first._place.begin
     first.release()  # again: of no effect
     fourth = medium.write(some_bytes(1000, 3), later)
     assert fourth._place.begin not in (second._place.begin, third._place.begin)
+
+
+def test_room_is_not_free_before_it_is_read(medium, link, slow_reads):
+    first = written(medium.write(some_bytes(1000), link))
+    coming = [first.fetch(), first.fetch()]
+    first.release()
+    second = medium.write(some_bytes(1000, 1), link)
+    assert second._place.begin != first._place.begin
+    slow_reads.set()
+    for incoming in coming:
+        assert torch.equal(incoming.take()[:1000], some_bytes(1000))
+    third = medium.write(some_bytes(1000, 2), link)
+    assert third._place.begin == first._place.begin
 
 
 # --- Files ---
@@ -634,9 +675,7 @@ def test_a_full_disk_is_an_error_at_the_door(medium, link, tmp_path, monkeypatch
         assert " bytes are free there" in message
         assert 'recollect.Offload(to="disk", directory=...)' in message
         assert_round_trip(medium, link, 1000)  # in what there is already
-    del caught
-    gc.collect()
-    assert len(open_segments(tmp_path)) == 1
+    assert len(open_segments(tmp_path)) == 1  # the error holds none
     assert list(tmp_path.iterdir()) == []
     assert_round_trip(medium, link, files._SMALLEST)
     assert torch.equal(come_back(kept, 1000), some_bytes(1000))
@@ -657,8 +696,7 @@ def test_on_a_disk_that_is_almost_full_no_more_is_taken_than_needed(medium, tmp_
     with pytest.raises(OSError, match="the disk is full"):
         medium.write(some_bytes(4 * MIB), link)
     for one in held[1:]:
-        one._place.written.wait(DEADLINE)
-        one.release()
+        written(one).release()
     assert_round_trip(medium, link, 4 * MIB)  # in place of those that are free now
     assert len(open_segments(tmp_path)) == 2
     assert torch.equal(come_back(held[0], 2 * MIB), some_bytes(2 * MIB, 0))
@@ -674,11 +712,6 @@ def test_where_room_cannot_be_reserved(medium, link, monkeypatch, code):
 def test_where_there_is_nothing_to_reserve_with(medium, link, monkeypatch):
     monkeypatch.delattr(os, "posix_fallocate")
     assert_round_trip(medium, link, 1000)
-
-
-def written(held):
-    assert held._place.written.wait(DEADLINE)
-    return held
 
 
 def test_an_error_of_a_write_is_raised_by_the_next(medium, later, tmp_path, monkeypatch):

@@ -124,16 +124,14 @@ class _Crew:
             raise self.not_written(place.size, place.error) from place.error
 
     def raise_failures(self) -> None:
-        """The first that nobody was told of and that somebody may still ask for."""
+        """The first that nobody was told of and that somebody may still ask for; the others are told to who asks."""
         places = []
         with contextlib.suppress(Empty):
             while True:
                 places.append(self.failed.get_nowait())
-        untold = [place for place in places if not place.is_told and not place.is_released]
-        for place in untold:
-            place.is_told = True
-        if untold:
-            self.raise_if_failed(untold[0])
+        for place in places:
+            if not place.is_told and not place.is_released:
+                self.raise_if_failed(place)
 
 
 # --- The medium ---
