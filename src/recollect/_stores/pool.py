@@ -81,7 +81,7 @@ class Pool:
                 return self._block(slab, begin, size)
         largest = _power_of_two(self.limit - self.bytes + 1) // 2
         wanted = _power_of_two(max(size, min(max(_SMALLEST, self.bytes // 4), _LARGEST)))
-        if largest < size:
+        if largest < max(size, _ALIGNMENT):
             return None
         slab = _Slab(self._allocate(min(wanted, largest)))
         self._slabs.append(slab)
@@ -89,6 +89,13 @@ class Pool:
         self.allocations += 1
         begin = slab.ranges.take(size)
         return None if begin is None else self._block(slab, begin, size)
+
+    def start_over(self, size: int) -> None:
+        """Let go of all memory, which nobody may use, and allow as much as a block of that size needs."""
+        assert not self.used, "somebody uses a block"
+        self._slabs.clear()
+        self.bytes = 0
+        self.limit = max(self.limit, _power_of_two(max(size, _ALIGNMENT)))
 
     def _block(self, slab: _Slab, begin: int, size: int) -> Block:
         self.used += size

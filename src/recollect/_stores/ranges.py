@@ -52,4 +52,5 @@ class Ranges:
         return self.free_bytes == self.size
 
     def _rounded(self, size: int) -> int:
+        size = max(size, 1)  # nothing at all has a place of its own too: an empty range would have no order
         return -(-size // self._alignment) * self._alignment
