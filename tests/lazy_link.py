@@ -7,6 +7,7 @@ read, or reads a target that has not arrived, is found out.
 
 import ctypes
 import random
+import threading
 import time
 
 import torch
@@ -24,8 +25,9 @@ class Moment:
         self.time = time.perf_counter() if copy is None else None
 
     def pass_by(self):
-        while self.time is None:
-            self.copy.queue[0].run()
+        with self.link.lock:
+            while self.time is None:
+                self.copy.queue[0].run()
 
     def query(self):
         if self.time is None and self.link.luck.random() < self.link.chance:
@@ -69,6 +71,7 @@ class LazyLink:
     device = torch.device("cpu")
 
     def __init__(self, chance=0.1, memory=2**40):
+        self.lock = threading.RLock()
         self.luck = random.Random(0)
         self.chance = chance
         self._memory = memory

@@ -333,14 +333,14 @@ def test_a_write_waits_for_the_device_and_nobody_waits_for_the_write(medium, lat
     time.sleep(0.02)
     assert not held.left.query()
     assert medium.bytes_written == 0
-    assert incoming.milliseconds() is None
+    assert incoming.journey.milliseconds() is None
     moment = later.now()
-    assert incoming.late_by(moment) is None
+    assert incoming.journey.late_by(moment) is None
     later.may_run.set()
     assert torch.equal(incoming.take()[:1000], source)
-    assert incoming.milliseconds() > 0
+    assert incoming.journey.milliseconds() > 0
     until(moment.query)
-    assert incoming.late_by(moment) == moment.elapsed_time(incoming._arrived)
+    assert incoming.journey.late_by(moment) == moment.elapsed_time(incoming.journey.arrived)
 
 
 def test_the_plain_link_measures_too(medium):
@@ -348,8 +348,8 @@ def test_the_plain_link_measures_too(medium):
     incoming = held.fetch()
     incoming.take()
     now = PlainLink().now()
-    assert incoming.milliseconds() > 0
-    assert incoming.late_by(now) < 0
+    assert incoming.journey.milliseconds() > 0
+    assert incoming.journey.late_by(now) < 0
 
 
 def test_the_host_waits_where_the_bound_is_hit(medium, later):
@@ -755,7 +755,7 @@ def test_an_error_of_a_write_is_raised_to_who_asks_for_the_bytes(medium, later, 
         released = medium.write(some_bytes(1000), later)
         released.release()
         written(released)
-    assert incoming.milliseconds() is None
+    assert incoming.journey.milliseconds() is None
     assert_round_trip(medium, later, 1000)  # nobody will ask for the other
     assert_all_staging_is_back(medium)
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 
 import lazy_link
 import recollect
@@ -164,7 +163,7 @@ DECISIONS = {
     "modules": {"*": Offload(min_bytes=0)},
     "the first": {"0": Offload(min_bytes=0), "1": Offload(min_bytes=0)},
     "inputs": {"*": Recompute(inputs=Offload(min_bytes=0))},
-    "inputs of the first": {"0": Recompute(inputs=Offload(min_bytes=0)), "2": Recompute()},
+    "inputs of one": {"1": Recompute(inputs=Offload(min_bytes=0)), "2": Recompute()},
     "parts of regions": {"*": Recompute(), "*.attn": Offload(min_bytes=0)},
     "operators": {"*": Recompute(policy=offload_ops(aten.addmm, aten.mm))},
     "parts of parts": {"*": Offload(min_bytes=0), "*.mlp": Recompute(inputs=Offload(min_bytes=0))},
@@ -327,22 +326,22 @@ def test_a_storage_that_is_saved_thrice_is_copied_once_and_its_views_are_views(x
 
 
 def test_what_is_saved_changed_and_saved_again_is_two_copies(x):
-    def forward():
-        h = x * 1
-        first = h.exp() * 0.5  # saves the result of exp
-        h = h.sin()
+    def forward(change):
+        h = x.sin()
         a = h * h
-        with torch.no_grad():
-            h.mul_(2)
-        b = h * h
-        return first.sum() + a.sum() + b.sum()
+        h = change(h)
+        return (a + h * h).sum()
 
-    with save_on_cpu():
-        expected = torch.autograd.grad(forward(), x)
-    for _ in range(5):
+    def in_place(h):
+        with torch.no_grad():
+            return h.mul_(2)
+
+    (expected,) = torch.autograd.grad(forward(lambda h: h + h.detach()), x)
+    for step in range(5):
         with everything():
-            y = forward()
-        assert torch.equal(torch.autograd.grad(y, x)[0], expected[0])
+            y = forward(in_place)
+        assert recollect.offload_stats().bytes_out == (step + 1) * 2 * x.nbytes
+        assert torch.equal(torch.autograd.grad(y, x)[0], expected)
 
 
 def test_a_change_that_was_not_expected_is_an_error_and_works_the_next_time(lazy, x):
@@ -382,8 +381,7 @@ def test_what_is_never_copied():
     x = torch.randn(16, 16, requires_grad=True)  # a leaf
     with everything():
         y = model(x).sum()
-    # The results of the first product and of the two products before the last.
-    assert recollect.offload_stats().bytes_out == 3 * x.nbytes
+    assert recollect.offload_stats().bytes_out == x.nbytes  # the result of the first product
     y.backward()
 
 
@@ -414,7 +412,7 @@ def test_what_outlives_a_step_unchanged_is_not_copied_again():
 
 def test_without_room_it_stays_and_the_statistics_say_so(x):
     model = transformer()
-    assert_as_plain(lambda: model(x), leaves_of(model, x), lambda: everything(max_host_bytes=1000))
+    assert_as_plain(lambda: model(x), leaves_of(model, x), lambda: everything(max_host_bytes=500))
     stats = recollect.offload_stats()
     assert (stats.bytes_out, stats.pinned_bytes) == (0, 0)
     assert stats.bytes_kept > 0
@@ -448,7 +446,7 @@ def test_no_more_is_on_its_way_out_than_may_be(lazy):
     x = torch.randn(1000, requires_grad=True)
     most = 0
     for step in range(3):
-        with everything(in_flight=5 * x.nbytes):
+        with everything(in_flight=5 * x.nbytes, ahead=0):
             y = x
             for _ in range(30):
                 y = y.sin()
@@ -489,8 +487,7 @@ def test_from_the_second_step_on_everything_is_back_before_it_is_asked_for(x):
         gradients(lambda: model(x), leaves_of(model, x))
         after = recollect.offload_stats()
         hits.append((after.prefetch_hits - before.prefetch_hits, after.prefetch_misses - before.prefetch_misses))
-    assert hits[0][1] > 0
-    assert all(misses <= 1 for _, misses in hits[1:])
+    assert [misses for _, misses in hits[1:]] == [0, 0, 0]
     assert hits[-1][0] > 4
     assert recollect.offload_stats().hit_rate > 0.5
 
@@ -733,7 +730,7 @@ def test_autocast_and_modes_see_nothing_of_it(x):
             return func(*args, **(kwargs or {}))
 
     seen = []
-    for around in (contextlib.nullcontext, everything):
+    for around in (lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t), everything):
         names = []
         with Names(), torch.autocast("cpu", dtype=torch.bfloat16), around():
             y = (x @ x.mT).exp().sum()

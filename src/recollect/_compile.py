@@ -47,7 +47,7 @@ from recollect import (
     _verify,
 )
 from recollect._engine import caching, calls, frame, groups, kept_region, reentrant, replay, scope, selective
-from recollect._stores import chosen, courses, forms, links, media, pool, ranges, store
+from recollect._stores import chosen, courses, disk, files, flights, forms, links, media, pool, ranges, store
 from recollect._torch import (
     ID_IS_GUARDED,
     STOCK,
@@ -355,7 +355,7 @@ HIDDEN = (
     *(_ambient, _differences, _digest, _errors, _generators, _guards, _inputs, _known, _optimizers, _record, _steps),
     *(_kept, _torch, _verification, _verify),
     *(caching, calls, frame, groups, kept_region, reentrant, replay, scope, selective),
-    *(chosen, courses, forms, links, media, pool, ranges, store),
+    *(chosen, courses, disk, files, flights, forms, links, media, pool, ranges, store),
 )
 for _module in HIDDEN:
     never_begin_in(_module)

@@ -17,7 +17,7 @@ from recollect import _errors
 from recollect._engine.scope import here
 from recollect._kept import hooks_into
 from recollect._stores.chosen import store_of
-from recollect._torch import Hooks, never_begin, pop_hooks_of, push_hooks
+from recollect._torch import Hooks, never_begin, never_look_into, pop_hooks_of, push_hooks
 from recollect.policy import MIN_BYTES, Offload
 
 
@@ -63,13 +63,13 @@ class offload:  # noqa: N801 - it is used as a function is
         )
         self._entered: list[Any] = []
 
-    @never_begin
+    @never_look_into
     def __enter__(self) -> None:
         pack, unpack = _outside_of_replays(hooks_into(store_of(self._decision), _errors.offloaded_tensor_changed))
         push_hooks(pack, unpack)
         self._entered.append(pack)
 
-    @never_begin
+    @never_look_into
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -79,6 +79,7 @@ class offload:  # noqa: N801 - it is used as a function is
         return f"recollect.offload: {self._decision!r}"
 
 
+@never_begin
 def _outside_of_replays(hooks: Hooks) -> Hooks:
     """What is saved in a replay belongs to a graph that nobody needs: it is not worth a copy."""
     keep, get = hooks

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
 from torch import Tensor
 
+from recollect._stores.disk import DiskMedium
 from recollect._stores.media import HostMedium, Medium
 from recollect._stores.pool import Pool, memory_to_spare
 from recollect._stores.statistics import OffloadStats
@@ -15,6 +17,7 @@ from recollect.policy import Offload
 
 _stores: dict[Offload, Store] = {}
 _lock = threading.Lock()
+_STAGING = 2**29  # bytes of the host's memory for what is on its way to disk and back
 _DEVICES = {"cpu": ("cuda",), "disk": ("cuda", "cpu")}  # from which tensors go there
 
 
@@ -33,8 +36,13 @@ def _make(decision: Offload) -> Store:
     min_bytes, in_flight, ahead = (
         None if size is None else int(size) for size in (decision.min_bytes, decision.in_flight, decision.ahead)
     )
-    limit = memory_to_spare() if decision.max_host_bytes is None else int(decision.max_host_bytes)
-    medium: Medium = HostMedium(Pool(limit, _page_locked))
+    medium: Medium
+    if decision.to == "disk":
+        directory = None if decision.directory is None else os.fspath(decision.directory)
+        medium = DiskMedium(directory, in_flight or _STAGING, _page_locked)
+    else:
+        limit = memory_to_spare() if decision.max_host_bytes is None else int(decision.max_host_bytes)
+        medium = HostMedium(Pool(limit, _page_locked))
     return Store(medium, _DEVICES[decision.to], min_bytes or 0, in_flight, ahead)
 
 

@@ -118,6 +118,12 @@ class Step:
         if self.course is not None and not self.course.goes_on(place, size):
             self.course = next((one for one in self._courses if one.begins_like(self.sizes)), None)
 
+    def note_change(self, place: int) -> None:
+        """What was copied has been changed in place: the next step has to expect it."""
+        self.changed.add(place)
+        if self.course is not None:
+            self.course.changed.add(place)
+
     def will_stay(self) -> bool:
         """Whether the next copy is expected to be asked for too soon to come back in time."""
         return self.course is not None and len(self.sizes) in self.course.stays
@@ -127,7 +133,8 @@ class Step:
 
     def is_over(self) -> bool:
         """Whether the device has come to the end of it."""
-        return not self.askings or self.askings[-1][1].query()
+        lasts = [self.left[-1:], [moment for _, moment, _ in self.askings[-1:]]]
+        return all(moment.query() for last in lasts for moment in last)
 
     def learn(self, ahead: int) -> Course | None:
         """The course that it took; None if nothing was asked for."""

@@ -137,31 +137,43 @@ class _Crew:
 # --- The medium ---
 
 
+class _Reading:
+    """The times of one, and no memory."""
+
+    __slots__ = ("arrived", "copied", "done", "took")
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.arrived: Moment | None = None
+        self.copied: Moment | None = None  # since when, if there was a copy after the read
+        self.took = 0.0  # milliseconds of the read
+
+    def late_by(self, moment: Moment) -> float | None:
+        arrived = self._past_arrival()
+        return moment.elapsed_time(arrived) if arrived is not None and moment.query() else None
+
+    def milliseconds(self) -> float | None:
+        arrived = self._past_arrival()
+        if arrived is None:
+            return None
+        return self.took + (0 if self.copied is None else self.copied.elapsed_time(arrived))
+
+    def _past_arrival(self) -> Moment | None:
+        arrived = self.arrived if self.done.is_set() else None
+        return arrived if arrived is not None and arrived.query() else None
+
+
 class _FromDisk:
-    __slots__ = (
-        "_arrived",
-        "_copied",
-        "_crew",
-        "_done",
-        "_error",
-        "_is_abandoned",
-        "_link",
-        "_place",
-        "_took",
-        "memory",
-    )
+    __slots__ = ("_crew", "_error", "_is_abandoned", "_link", "_place", "journey", "memory")
 
     def __init__(self, memory: Tensor, link: Link, crew: _Crew, place: Place) -> None:
         self.memory = memory
         self._link = link
         self._crew = crew
         self._place = place
-        self._done = threading.Event()
+        self.journey = _Reading()
         self._error: BaseException | None = None
         self._is_abandoned = False
-        self._arrived: Moment | None = None
-        self._copied: Moment | None = None  # since when, if there was a copy after the read
-        self._took = 0.0  # milliseconds of the read
 
     def bring(self, after: list[Moment]) -> None:
         """The work of a thread."""
@@ -173,62 +185,48 @@ class _FromDisk:
         except BaseException as error:
             self._error = error.with_traceback(None)
         self._place.readers.discard(self)
-        self._done.set()
+        self.journey.done.set()
         self._abandon_if_done()
 
     def _bring(self, after: list[Moment]) -> None:
         target, staging = self.memory[: self._place.size], self._crew.staging
         if self._link.device.type == "cpu":
             self._read(target)
-            self._arrived = self._link.now()
+            self.journey.arrived = self._link.now()
             return
         block = staging.take(self._place.size)
         try:
             self._read(block.memory)
-            self._copied, self._arrived = self._link.copy_in(block.memory, target, after)
+            self.journey.copied, self.journey.arrived = self._link.copy_in(block.memory, target, after)
         finally:
-            staging.give(block, self._arrived)
+            staging.give(block, self.journey.arrived)
 
     def _read(self, memory: Tensor) -> None:
         begun = time.perf_counter()
         self._place.read(memory)
-        self._took = (time.perf_counter() - begun) * 1000
+        self.journey.took = (time.perf_counter() - begun) * 1000
 
     def take(self) -> Tensor:
-        self._done.wait()
+        self.journey.done.wait()
         self._crew.raise_if_failed(self._place)
         error, size, directory = self._error, self._place.size, self._crew.directory
         if isinstance(error, TornError):
             raise _errors.torn_on_disk(directory, size, str(error))
         if error is not None:
             raise _errors.not_read_from_disk(directory, size, error) from error
-        assert self._arrived is not None
-        self._link.use(self.memory, self._arrived)
+        assert self.journey.arrived is not None
+        self._link.use(self.memory, self.journey.arrived)
         return self.memory
-
-    def late_by(self, moment: Moment) -> float | None:
-        arrived = self._past_arrival()
-        return moment.elapsed_time(arrived) if arrived is not None and moment.query() else None
-
-    def milliseconds(self) -> float | None:
-        arrived = self._past_arrival()
-        if arrived is None:
-            return None
-        return self._took + (0 if self._copied is None else self._copied.elapsed_time(arrived))
-
-    def _past_arrival(self) -> Moment | None:
-        arrived = self._arrived if self._done.is_set() else None
-        return arrived if arrived is not None and arrived.query() else None
 
     def abandon(self) -> None:
         # Here or in the thread, whichever comes last; both is as good.
         self._is_abandoned = True
-        if self._done.is_set():
+        if self.journey.done.is_set():
             self._abandon_if_done()
 
     def _abandon_if_done(self) -> None:
-        if self._is_abandoned and self._arrived is not None:
-            self._link.abandon(self.memory, self._arrived)
+        if self._is_abandoned and self.journey.arrived is not None:
+            self._link.abandon(self.memory, self.journey.arrived)
 
 
 class _OnDisk:

@@ -170,6 +170,8 @@ class Store:
             self._bury()
             if not self._alive:
                 self._begin_step(link)
+            elif self._ended is not None:
+                self._learn()
             copy, is_whole = self._find(tensor)
             if copy is None:
                 copy = self._copy(tensor, link, is_whole=is_whole)
@@ -259,7 +261,7 @@ class Store:
         if copy.is_changed():
             self._changes = True
             if self._step is not None:
-                self._step.changed.add(copy.place)
+                self._step.note_change(copy.place)
             if not copy.is_sure:
                 raise _errors.changed_before_it_left()
             source = None
@@ -379,21 +381,23 @@ class Store:
 
     def _begin_step(self, link: Link) -> None:
         """The first copy while none is alive."""
-        ended, self._ended = self._step or self._ended, None
-        if ended is not None and ended.askings:
-            if not ended.is_over():
-                self._ended = ended
-            elif self._steps < _LEARNT_OFTEN or self._steps % _LEARN_EVERY == 0:
-                self._learn(ended, link)
+        if self._step is not None and (self._steps <= _LEARNT_OFTEN or self._steps % _LEARN_EVERY == 0):
+            self._ended = self._step
         self._steps += 1
         self._lasting = {
             key: storage for key, storage in (*self._lasting.items(), *self._storages) if not storage.expired()
         }
         self._storages = []
         self._flights.land_all()
+        self._learn()
         self._step = Step(link.now(), self._courses)
 
-    def _learn(self, step: Step, link: Link) -> None:
+    def _learn(self) -> None:
+        """Learn from the step before, as soon as the device has come to its end: the host may be far ahead of it."""
+        step, link = self._ended, self._link
+        if step is None or link is None or not step.is_over():
+            return
+        self._ended = None
         course = step.learn(self._bound(self._ahead, link))
         if course is not None:
             others = [one for one in self._courses if one.sizes != course.sizes]
