@@ -308,7 +308,7 @@ class Measured:
 
     @property
     def copies(self) -> bool:
-        return any(self.stats[name] for name in ("bytes_out", "bytes_in", "bytes_kept"))
+        return any(self.stats[name] for name in ("bytes_out", "bytes_in", "bytes_stayed"))
 
     @property
     def median(self) -> float:
@@ -331,9 +331,8 @@ class Measured:
 COUNTS = (
     "bytes_out",
     "bytes_in",
-    "bytes_kept",
+    "bytes_stayed",
     "waited_seconds",
-    "host_waited_seconds",
     "pinned_allocations",
     "prefetch_hits",
     "prefetch_misses",
@@ -476,15 +475,15 @@ def print_copies(measured: dict[str, Measured]) -> None:
     rows = []
     for name, one in measured.items():
         if one.copies:
-            moved = [f"{one.per_step(key) / GIB:.2f}" for key in ("bytes_out", "bytes_in", "bytes_kept")]
-            waited = [f"{1e3 * one.per_step(key):.1f}" for key in ("waited_seconds", "host_waited_seconds")]
+            moved = [f"{one.per_step(key) / GIB:.2f}" for key in ("bytes_out", "bytes_in", "bytes_stayed")]
+            waited = [f"{1e3 * one.per_step(key):.1f}" for key in ("waited_seconds",)]
             hits = "" if one.hit_rate is None else f"{one.hit_rate:.3f}"
             allocations = f"{one.stats['pinned_allocations']:g} in {one.steps}"
             rows.append([name, *moved, *waited, hits, allocations])
     if not rows:
         print("Nothing was offloaded: without an accelerator everything is on the host already.\n")
         return
-    header = ["per step", "GiB out", "GiB in", "GiB kept", "ms GPU waited", "ms host waited", "prefetch hits"]
+    header = ["per step", "GiB out", "GiB in", "GiB stayed", "ms GPU waited", "prefetch hits"]
     print_table([*header, "pinned allocations in steps"], rows)
     print("\nThe aim is that no step after the warm-up allocates pinned memory.\n")
 

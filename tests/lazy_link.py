@@ -108,8 +108,9 @@ class LazyLink:
         moment.pass_by()
 
     def abandon(self, target, moment):
-        if moment.time is None:
-            moment.copy.is_abandoned = True
+        with self.lock:
+            if moment.time is None:
+                moment.copy.is_abandoned = True
 
     def can_be_used_now(self):
         return True

@@ -519,6 +519,10 @@ def test_when_to_begin_at_the_latest():
     assert begins[1:] == [3.0, 7.0, 25.0]
 
 
+def test_what_leaves_when():
+    assert courses._leaving_times([0.0, 1.0, 2.0, 50.0], [100, 100, 0, 100], 10.0) == [10.0, 20.0, 2.0, 60.0]
+
+
 def test_what_has_left_by_when():
     assert courses._gone_by([0.0, 5.0, 6.5, 90.0], [2.0, 5.4, 80.0]) == [-1, 0, 1, 2]
 

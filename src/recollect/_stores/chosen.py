@@ -75,7 +75,6 @@ def offload_stats() -> OffloadStats:
         bytes_kept=sum(one.bytes_kept for one in counts),
         bytes_stayed=sum(one.bytes_stayed for one in counts),
         waited_seconds=sum(one.waited_seconds for one in counts),
-        host_waited_seconds=sum(one.host_waited_seconds for one in counts),
         pinned_bytes=sum(pool.bytes for pool in pools),
         peak_pinned_bytes=sum(pool.peak for pool in pools),
         pinned_allocations=sum(pool.allocations for pool in pools),

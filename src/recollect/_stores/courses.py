@@ -17,12 +17,13 @@ That is an expectation and no more: a step that takes another course is served a
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from recollect._stores.links import Moment
-from recollect._stores.media import Journey
+from recollect._stores.media import Awaited, Journey
 
 if TYPE_CHECKING:
     import weakref
@@ -36,13 +37,25 @@ _SPARE = 1.0  # milliseconds
 class Course:
     """The places of a step in the order in which they are asked for, and the latest times to begin to fetch them."""
 
-    __slots__ = ("_begin_by", "_gone", "_gone_later", "_index", "_needed", "_order", "changed", "sizes", "stays")
+    __slots__ = (
+        "_begin_by",
+        "_gone",
+        "_gone_later",
+        "_index",
+        "_needed",
+        "_order",
+        "changed",
+        "rate",
+        "sizes",
+        "stays",
+    )
 
     def __init__(
         self,
         sizes: list[int],
         changed: set[int],
         order: list[int],
+        rate: float | None = None,
         needed: list[float] | None = None,
         begin_by: list[float] | None = None,
         stays: Iterable[int] = (),
@@ -53,6 +66,7 @@ class Course:
         self.changed = changed
         self._order = order
         self._index = {place: index for index, place in enumerate(order)}
+        self.rate = rate  # bytes in a millisecond on the way back
         self._needed = needed or []  # by index; empty if there is nothing to tell times by
         self._begin_by = begin_by or []
         self.stays = frozenset(stays)
@@ -102,8 +116,9 @@ class Step:
         self.sizes: list[int] = []
         self.begun: list[Moment] = []
         self.left: list[Moment] = []
-        # Where they were asked for, when, and what the device had to wait for.
+        # Where they were asked for, when, and how what was asked for came back.
         self.askings: list[tuple[int, Moment, Journey | None]] = []
+        self.stalls: list[tuple[Moment, Awaited]] = []  # what the device waited for, and since when
         self.changed: set[int] = set()  # the places of what was changed in place
         self._courses = courses
         self.course = courses[0] if courses else None
@@ -136,31 +151,37 @@ class Step:
         lasts = [self.left[-1:], [moment for _, moment, _ in self.askings[-1:]]]
         return all(moment.query() for last in lasts for moment in last)
 
-    def learn(self, ahead: int) -> Course | None:
-        """The course that it took; None if nothing was asked for."""
-        askings: dict[int, tuple[Moment, Journey | None]] = {}
-        for place, moment, journey in self.askings:
-            askings.setdefault(place, (moment, journey))
+    def learn(self, ahead: int, rate: float | None) -> Course | None:
+        """The course that it took; None if nothing was asked for. `rate` is for a step in which nothing came back."""
+        askings: dict[int, Moment] = {}
+        for place, moment, _ in self.askings:
+            askings.setdefault(place, moment)
         order = list(askings)
         if not order:
             return None
-        rate = self._rate()
+        rate = self._rate_in() or rate
         if rate is None or not self.is_on_one_device:
             return Course(self.sizes, self.changed, order)
-        needed = self._times(list(askings.values()))
-        left_at = [self.begin.elapsed_time(moment) for moment in self.left]
-        left = [left_at[place] for place in order]
+        # All times are those of a device that never waits for a copy.
+        clock = _Clock(self.begin, self.stalls)
+        begun = [clock.time_of(moment) for moment in self.begun]
+        needed = [clock.time_of(moment) for moment in askings.values()]
+        left = _leaving_times(begun, self.sizes, self._rate_out())
         durations = [self.sizes[place] / rate for place in order]
-        stays = _too_soon([self.sizes[place] for place in order], needed, left, durations, ahead)
-        begin_by = _latest_begins(needed, durations, stays)
-        gone = _gone_by([self.begin.elapsed_time(moment) for moment in self.begun], left_at)
-        asked_at = [self.begin.elapsed_time(moment) for moment, _ in askings.values()]
-        gone_later = dict(zip(order, _gone_by(asked_at, left_at), strict=True))
+        stays = _too_soon([self.sizes[place] for place in order], needed, [left[at] for at in order], durations, ahead)
         return Course(
-            self.sizes, self.changed, order, needed, begin_by, (order[index] for index in stays), gone, gone_later
+            self.sizes,
+            self.changed,
+            order,
+            rate,
+            needed,
+            _latest_begins(needed, durations, stays),
+            (order[index] for index in stays),
+            _gone_by(begun, left),
+            dict(zip(order, _gone_by(needed, left), strict=True)),
         )
 
-    def _rate(self) -> float | None:
+    def _rate_in(self) -> float | None:
         """Bytes in a millisecond on the way back, None if nothing came back."""
         bytes_in, milliseconds = 0, 0.0
         for place, _, journey in self.askings:
@@ -170,14 +191,46 @@ class Step:
                 milliseconds += took
         return bytes_in / milliseconds if milliseconds > 0 else None
 
-    def _times(self, askings: list[tuple[Moment, Journey | None]]) -> list[float]:
-        """When each would have been asked for if the device had never waited for a copy."""
-        times, waited = [], 0.0
-        for moment, journey in askings:
-            times.append(self.begin.elapsed_time(moment) - waited)
-            late = None if journey is None else journey.late_by(moment)
-            waited += max(late or 0.0, 0.0)
-        return times
+    def _rate_out(self) -> float:
+        """Bytes in a millisecond on the way out: a copy starts when it is begun and the one before has left."""
+        milliseconds, before = 0.0, 0.0
+        for size, begun, left in zip(self.sizes, self.begun, self.left, strict=True):
+            if size:
+                ended = self.begin.elapsed_time(left)
+                milliseconds += ended - max(before, self.begin.elapsed_time(begun))
+                before = ended
+        return sum(self.sizes) / milliseconds if milliseconds > 0 else math.inf
+
+
+class _Clock:
+    """Tells what the time would be if the device had not waited."""
+
+    def __init__(self, begin: Moment, stalls: list[tuple[Moment, Awaited]]) -> None:
+        self._begin = begin
+        self._since: list[float] = []  # when each wait began, and how long all of them were until it ended
+        self._waited: list[float] = []
+        waited = 0.0
+        for moment, awaited in stalls:
+            late = awaited.late_by(moment)
+            if late is not None and late > 0:
+                waited += late
+                self._since.append(begin.elapsed_time(moment))
+                self._waited.append(waited)
+
+    def time_of(self, moment: Moment) -> float:
+        time = self._begin.elapsed_time(moment)
+        before = bisect_left(self._since, time)
+        return time - (self._waited[before - 1] if before else 0.0)
+
+
+def _leaving_times(begun: list[float], sizes: list[int], rate: float) -> list[float]:
+    """When each has left, one after the other."""
+    left, time = [], 0.0
+    for begin, size in zip(begun, sizes, strict=True):
+        if size:
+            time = max(time, begin) + size / rate
+        left.append(time if size else begin)
+    return left
 
 
 def _gone_by(times: list[float], left: list[float]) -> list[int]:

@@ -66,15 +66,18 @@ class Flights:
         self._flying.append(flight)
         self._bytes += flight.size
 
-    def land_what_has_left(self, last_place: int = -1) -> None:
-        """Those that are done as the host sees, or are expected to be: all up to a place."""
+    def land_what_has_left(self, last_place: int = -1) -> list[Flight]:
+        """Those that are done as the host sees, or are expected to be, all up to a place; gives the latter."""
+        landed = []
         while self._flying:
             flight = self._flying[0]
             if not flight.left.query():
                 if flight.place > last_place:
-                    return
+                    break
                 flight.hold_back()
+                landed.append(flight)
             self._land_first()
+        return landed
 
     def land_what_is_too_much(self, bound: int) -> list[Flight]:
         """Let streams wait for the first ones, until the others are within bounds; gives those that are waited for."""

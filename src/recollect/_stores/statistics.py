@@ -14,7 +14,6 @@ class Counts:
     bytes_kept: int = 0
     bytes_stayed: int = 0
     waited_seconds: float = 0.0
-    host_waited_seconds: float = 0.0
     prefetch_hits: int = 0
     prefetch_misses: int = 0
 
@@ -29,8 +28,8 @@ class OffloadStats:
         bytes_kept: Left on the device, because there was no room on the host within `max_host_bytes`.
         bytes_stayed: Left on the device besides being copied, because the step before showed that they are asked for
             too soon to be brought back in time.
-        waited_seconds: How long devices waited in backward for a copy that came back too late.
-        host_waited_seconds: How long the host waited, because as much as `in_flight` allows was on its way out.
+        waited_seconds: How long devices waited: for a copy that came back too late, or because as much as `in_flight`
+            allows was on its way out.
         pinned_bytes: The memory of the host that is held for copies now.
         peak_pinned_bytes: The most of it that was in use at a time.
         pinned_allocations: How often memory was taken from the system for it.
@@ -43,7 +42,6 @@ class OffloadStats:
     bytes_kept: int
     bytes_stayed: int
     waited_seconds: float
-    host_waited_seconds: float
     pinned_bytes: int
     peak_pinned_bytes: int
     pinned_allocations: int

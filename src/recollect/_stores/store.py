@@ -25,7 +25,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -234,15 +234,16 @@ class Store:
     def _begin_flight(self, flight: Flight) -> None:
         step, link, place = self._step, flight.link, flight.place
         course = None if step is None else step.course
-        self._flights.land_what_has_left(-1 if course is None else course.gone_by(place))
+        self._note_waits(link.now(), self._flights.land_what_has_left(-1 if course is None else course.gone_by(place)))
+        moment = link.now()
         if (self._changes or self._steps == 1) if course is None else place in course.changed:
             flight.hold_back()
             flight.land()
-            return
-        self._flights.begin(flight)
-        moment = link.now()
-        for landed in self._flights.land_what_is_too_much(self._bound(self._in_flight, link)):
-            self._note_wait(moment, landed)
+            self._note_waits(moment, [flight])
+        else:
+            self._flights.begin(flight)
+            bound = self._bound(self._in_flight, link)
+            self._note_waits(moment, self._flights.land_what_is_too_much(bound))
 
     # --- In ---
 
@@ -275,7 +276,7 @@ class Store:
         if source is None:
             if incoming is None:
                 incoming = copy.incoming = self._fetch(copy)
-            self._note_wait(moment, incoming.journey)
+            self._note_waits(moment, [incoming.journey])
         if self._step is not None:
             journey = incoming.journey if source is None and incoming is not None else None
             self._step.askings.append((copy.place, moment, journey))
@@ -289,7 +290,9 @@ class Store:
     def _fetch_what_follows(self, place: int) -> None:
         step = self._step
         course = None if step is None else step.course
-        self._flights.land_what_has_left(-1 if course is None else course.gone_when_asked_for(place))
+        if self._link is not None:
+            gone = -1 if course is None else course.gone_when_asked_for(place)
+            self._note_waits(self._link.now(), self._flights.land_what_has_left(gone))
         for later in () if step is None else step.after(place):
             reference = step.copies[later] if step is not None and later < len(step.copies) else None
             copy = None if reference is None else reference()
@@ -347,7 +350,7 @@ class Store:
                 return
             place, moment = len(step.sizes), link.now()
             if step.course is not None:
-                self._flights.land_what_has_left(step.course.gone_by(place))
+                self._note_waits(moment, self._flights.land_what_has_left(step.course.gone_by(place)))
             step.add(None, 0, moment, moment)
         nodes[0].register_prehook(functools.partial(self._comes_by, weakref.ref(step), place))
 
@@ -370,6 +373,8 @@ class Store:
         """Let go of what was brought back for tickets that nobody came with."""
         with self._lock:
             self._pass = -1
+            self._bury()
+            self._flights.land_all()
             if self._step is None:
                 return
             is_guess = self._step.course is None
@@ -398,7 +403,8 @@ class Store:
         if step is None or link is None or not step.is_over():
             return
         self._ended = None
-        course = step.learn(self._bound(self._ahead, link))
+        rate = next((one.rate for one in self._courses if one.rate is not None), None)
+        course = step.learn(self._bound(self._ahead, link), rate)
         if course is not None:
             others = [one for one in self._courses if one.sizes != course.sizes]
             self._courses = [course, *others[: _COURSES - 1]]
@@ -421,14 +427,20 @@ class Store:
 
     # --- Statistics ---
 
-    def _note_wait(self, moment: Moment, awaited: Awaited) -> None:
-        self._waits.append((moment, awaited))
+    def _note_waits(self, moment: Moment, all_awaited: Sequence[Awaited]) -> None:
+        """The device may have to wait from a moment on: for the last of these, which is the last to be done."""
+        for awaited in all_awaited[-1:]:
+            self._waits.append((moment, awaited))
+            if self._step is not None:
+                self._step.stalls.append((moment, awaited))
         if len(self._waits) > 1000:
             self.count_waits()
 
     def count_waits(self) -> None:
         """Add up how long the device waited for what came too late, as far as that is known by now."""
         with self._lock:
+            self._bury()
+            self._flights.land_what_has_left()
             for _ in range(len(self._waits)):
                 moment, awaited = self._waits.popleft()
                 late = awaited.late_by(moment)
