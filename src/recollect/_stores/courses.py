@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from recollect._stores.store import Copy
 
 _LOOKED_AT = 256  # how many places ahead, at most
-_SPARE = 1.0  # milliseconds
+_SPARE, _SPARE_MS = 0.02, 0.5  # no two steps are alike to the millisecond
 
 
 class Course:
@@ -98,7 +98,7 @@ class Course:
         if not self._needed:
             yield from (self._order[later] for later in following)
             return
-        # Not the next asking but the one after it: no two steps are alike to the millisecond.
+        # Not the next asking but the one after it, to be on the safe side.
         next_chance = self._needed[min(index + 2, len(self._needed) - 1)]
         yield from (self._order[later] for later in following if self._begin_by[later] <= next_chance)
 
@@ -237,7 +237,7 @@ def _gone_by(times: list[float], left: list[float]) -> list[int]:
     """For each of some times, in order, the last place that had left by then, with a bit to spare."""
     gone, last = [], -1
     for time in times:
-        while last + 1 < len(left) and left[last + 1] + _SPARE <= time:
+        while last + 1 < len(left) and left[last + 1] * (1 + _SPARE) + _SPARE_MS <= time:
             last += 1
         gone.append(last)
     return gone

@@ -80,11 +80,12 @@ class CudaLink:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._total_memory = torch.cuda.get_device_properties(device).total_memory
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
 
     def memory(self) -> int:
-        return torch.cuda.get_device_properties(self.device).total_memory
+        return self._total_memory
 
     def host_memory(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -53,7 +53,7 @@ from recollect._torch import (
 )
 
 _COURSES = 4  # how many are remembered
-_LEARNT_OFTEN, _LEARN_EVERY = 4, 16  # the first steps, then every so many: what changes from step to step is little
+_LARGE, _LEARN_EVERY = 2000, 8  # from a step with more places than that one learns only every so many steps
 
 Key = tuple[Any, ...]
 
@@ -223,7 +223,7 @@ class Store:
             copy.source = tensor.detach()
             self.counts.bytes_stayed += size
             self._count_ahead(copy)
-        self._begin_flight(Flight(copy, link, held.left, source))
+        self._begin_flight(Flight(copy, link, held.left, source), begun)
         step.is_on_one_device &= not step.copies or self._link is link
         self._link = link
         step.add(reference, size, begun, held.left)
@@ -231,19 +231,17 @@ class Store:
         self._storages.append((_key(tensor), StorageReference(tensor.untyped_storage())))
         return copy
 
-    def _begin_flight(self, flight: Flight) -> None:
-        step, link, place = self._step, flight.link, flight.place
-        course = None if step is None else step.course
-        self._note_waits(link.now(), self._flights.land_what_has_left(-1 if course is None else course.gone_by(place)))
-        moment = link.now()
+    def _begin_flight(self, flight: Flight, moment: Moment) -> None:
+        course, place = None if self._step is None else self._step.course, flight.place
+        landed = self._flights.land_what_has_left(-1 if course is None else course.gone_by(place))
         if (self._changes or self._steps == 1) if course is None else place in course.changed:
             flight.hold_back()
             flight.land()
-            self._note_waits(moment, [flight])
+            landed.append(flight)
         else:
             self._flights.begin(flight)
-            bound = self._bound(self._in_flight, link)
-            self._note_waits(moment, self._flights.land_what_is_too_much(bound))
+            landed += self._flights.land_what_is_too_much(self._bound(self._in_flight, flight.link))
+        self._note_waits(moment, landed)
 
     # --- In ---
 
@@ -374,7 +372,7 @@ class Store:
         with self._lock:
             self._pass = -1
             self._bury()
-            self._flights.land_all()
+            self._flights.land_what_has_left()
             if self._step is None:
                 return
             is_guess = self._step.course is None
@@ -386,7 +384,7 @@ class Store:
 
     def _begin_step(self, link: Link) -> None:
         """The first copy while none is alive."""
-        if self._step is not None and (self._steps <= _LEARNT_OFTEN or self._steps % _LEARN_EVERY == 0):
+        if self._step is not None and (len(self._step.sizes) <= _LARGE or self._steps % _LEARN_EVERY == 0):
             self._ended = self._step
         self._steps += 1
         self._lasting = {
