@@ -86,7 +86,7 @@ class LazyLink:
     def empty(self, size):
         return torch.full((size,), 255, dtype=torch.uint8)
 
-    def now(self):
+    def now(self, stream=None):
         return Moment(self)
 
     def copy_out(self, source, host, after):

@@ -327,6 +327,16 @@ def called_module(frame: FrameType) -> torch.nn.Module | None:
     return module
 
 
+def modules_being_called(frame: FrameType | None) -> Iterator[torch.nn.Module]:
+    """The modules whose calls a Python frame is in, from the inside out."""
+    while frame is not None:
+        if frame.f_code is _CALL_IMPL:
+            module = called_module(frame)
+            if module is not None:
+                yield module
+        frame = frame.f_back
+
+
 def call_of_hook(frame: FrameType) -> FrameType:
     """The Python frame of the module's call in which a hook was called by `frame`; itself if that is no module's."""
     outer = frame if frame.f_code is _CALL_IMPL or frame.f_back is None else frame.f_back
@@ -734,17 +744,28 @@ CAST = torch.ops.aten._to_copy.default
 # --- Work of our own in the middle of a user's computation ---
 
 
-@contextlib.contextmanager
-def out_of_sight() -> Iterator[None]:
+class out_of_sight:  # noqa: N801 - it is used as a function is
     """Operators that no mode of the user sees, that no graph records and that autocast does not touch."""
-    # The autocast guard is by dispatch keys, which the public context, a nesting with a cache, is not.
-    with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableTorchDispatch(),
-        torch._C._DisableAutocast(),
-        torch.no_grad(),
-    ):
-        yield
+
+    # A class, because a generator would cost more than all that it guards.
+    __slots__ = ("_autocast", "_dispatch", "_function", "_grad")
+
+    def __enter__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._function = torch._C.DisableTorchFunction()
+        self._dispatch = torch._C._DisableTorchDispatch()
+        # By dispatch keys, which the public context, a nesting with a cache, is not.
+        self._autocast = torch._C._DisableAutocast()
+        self._function.__enter__()
+        self._dispatch.__enter__()
+        self._autocast.__enter__()
+        set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        set_grad_enabled(self._grad)
+        self._autocast.__exit__(*error)
+        self._dispatch.__exit__(*error)
+        self._function.__exit__(*error)
 
 
 def keeps_its_own_memory(kind: type) -> bool:

@@ -289,7 +289,7 @@ class DiskMedium:
         """The room that is reserved now."""
         return self._files.bytes
 
-    def write(self, source: Tensor, link: Link) -> Held:
+    def write(self, source: Tensor, link: Link, begun: Moment | None = None) -> Held:
         if self._crew.process != os.getpid():
             self._begin()
         crew, files, size = self._crew, self._files, source.numel()
@@ -301,7 +301,7 @@ class DiskMedium:
         try:
             block, left = crew.staging.take(size), None
             try:
-                left = link.copy_out(source, block.memory, [link.now(), *block.free_after()])
+                left = link.copy_out(source, block.memory, [begun or link.now(), *block.free_after()])
                 crew.writers.submit(crew.write, place, block, left)
             except BaseException:
                 crew.staging.give(block, left)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from recollect._stores.links import Link, Moment
+from recollect._stores.links import Moment
 
 if TYPE_CHECKING:
     from recollect._stores.store import Copy
@@ -30,14 +30,14 @@ class Flight:
 
     __slots__ = ("_stream", "copy", "left", "link", "place", "size", "source")
 
-    def __init__(self, copy: Copy, link: Link, left: Moment, source: Tensor) -> None:
+    def __init__(self, copy: Copy, stream: Any, left: Moment, source: Tensor) -> None:
         self.copy = weakref.ref(copy)
         self.place = copy.place
         self.left = left
         self.source: Tensor | None = source
         self.size = copy.size if copy.source is None else 0  # what stays there anyway does not wait for its copy
-        self.link = link
-        self._stream: Any = link.current_stream()
+        self.link = copy.link
+        self._stream = stream
 
     def hold_back(self) -> None:
         """Let the stream that uses the memory wait until the copy is done."""

@@ -47,8 +47,8 @@ class Link(Protocol):
     def empty(self, size: int) -> Tensor:
         """Memory of the device, for the current stream."""
 
-    def now(self) -> Moment:
-        """This moment in the work of the current stream."""
+    def now(self, stream: Any = None) -> Moment:
+        """This moment in the work of a stream, the current one if None."""
 
     def copy_out(self, source: Tensor, host: Tensor, after: list[Moment]) -> Moment:
         """Begin a copy to the host as soon as some moments are past; gives when it is done."""
@@ -81,6 +81,7 @@ class CudaLink:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._total_memory = torch.cuda.get_device_properties(device).total_memory
+        self._index = torch.cuda.current_device() if device.index is None else device.index
         self._out = torch.cuda.Stream(device)
         self._in = torch.cuda.Stream(device)
 
@@ -93,27 +94,37 @@ class CudaLink:
     def empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def now(self) -> Moment:
-        return self._moment(torch.cuda.current_stream(self.device))
+    def now(self, stream: Any = None) -> Moment:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device) if stream is None else stream)
+        return event
 
     def copy_out(self, source: Tensor, host: Tensor, after: list[Moment]) -> Moment:
         _wait_for(self._out, after)
-        with torch.cuda.stream(self._out):
-            host.copy_(source, non_blocking=True)
-        source.record_stream(torch.cuda.current_stream(self.device))  # of no effect if the memory is of that stream
-        return self._moment(self._out)
+        current = self._copy(self._out, source, host)
+        source.record_stream(current)  # of no effect if the memory is of that stream
+        return self.now(self._out)
 
     def copy_in(self, host: Tensor, target: Tensor, after: list[Moment]) -> tuple[Moment, Moment]:
         _wait_for(self._in, after)
-        begun = self._moment(self._in)
-        with torch.cuda.stream(self._in):
-            target.data.copy_(host, non_blocking=True)
-        return begun, self._moment(self._in)
+        begun = self.now(self._in)
+        self._copy(self._in, host, target.data)
+        return begun, self.now(self._in)
 
-    def _moment(self, stream: torch.cuda.Stream) -> Moment:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
+    def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> torch.cuda.Stream:
+        """Copy on a stream; gives the current one."""
+        current = torch.cuda.current_stream(self.device)
+        if torch.cuda.current_device() != self._index:
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            return current
+        # The same by hand, because the context takes longer than the rest.
+        torch.cuda.set_stream(stream)
+        try:
+            target.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(current)
+        return current
 
     def current_stream(self) -> Any:
         return torch.cuda.current_stream(self.device)
@@ -172,7 +183,7 @@ class PlainLink:
     def empty(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
-    def now(self) -> Moment:
+    def now(self, stream: Any = None) -> Moment:
         return PlainMoment()
 
     def copy_out(self, source: Tensor, host: Tensor, after: list[Moment]) -> Moment:

@@ -57,8 +57,8 @@ class Held(Protocol):
 class Medium(Protocol):
     pool: Pool  # the host's memory that it uses
 
-    def write(self, source: Tensor, link: Link) -> Held | None:
-        """Begin to write; None where there is no room."""
+    def write(self, source: Tensor, link: Link, begun: Moment | None = None) -> Held | None:
+        """Begin to write what a source is at a moment, now if None; gives None where there is no room."""
 
 
 # --- The host's memory ---
@@ -119,11 +119,11 @@ class HostMedium:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
-    def write(self, source: Tensor, link: Link) -> Held | None:
+    def write(self, source: Tensor, link: Link, begun: Moment | None = None) -> Held | None:
         block = self.pool.take(source.numel())
         if block is None:
             return None
-        left = link.copy_out(source, block.memory, [link.now(), *block.free_after()])
+        left = link.copy_out(source, block.memory, [begun or link.now(), *block.free_after()])
         block.is_used_until(left, (link.device, "out"))
         return _OnHost(block, link, left)
 

@@ -26,7 +26,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -43,9 +42,9 @@ from recollect._stores.statistics import Counts
 from recollect._torch import (
     StorageReference,
     at_end_of_pass,
-    called_module,
     graph_task_id,
     has_plain_memory,
+    modules_being_called,
     out_of_sight,
     own_tensors,
     storage_key,
@@ -172,9 +171,13 @@ class Store:
                 self._begin_step(link)
             elif self._ended is not None:
                 self._learn()
-            copy, is_whole = self._find(tensor)
+            key = _key(tensor)
+            copy, is_whole = self._find(key), True
+            if copy is None and not takes_whole_storage(tensor):
+                is_whole = False
+                copy = self._find(_key_of_part(key, tensor))
             if copy is None:
-                copy = self._copy(tensor, link, is_whole=is_whole)
+                copy = self._copy(tensor, link, key, is_whole=is_whole)
             if copy is None:
                 return None
             copy.tickets += 1
@@ -191,29 +194,25 @@ class Store:
             and not (tensor.grad_fn is None and _is_of_a_module(tensor))
         )
 
-    def _find(self, tensor: Tensor) -> tuple[Copy | None, bool]:
-        """The copy that there is of a tensor's memory, and whether it is, or is to be, of the whole storage."""
-        for key, is_whole in ((_key(tensor), True), (_key_of_part(tensor), False)):
-            reference = self._copies.get(key)
-            copy = None if reference is None else reference()
-            if copy is not None:
-                return copy, is_whole
-        return None, takes_whole_storage(tensor)
+    def _find(self, key: Key) -> Copy | None:
+        reference = self._copies.get(key)
+        return None if reference is None else reference()
 
-    def _copy(self, tensor: Tensor, link: Link, *, is_whole: bool) -> Copy | None:
-        lasting = self._lasting.get(_key(tensor))
+    def _copy(self, tensor: Tensor, link: Link, storage: Key, *, is_whole: bool) -> Copy | None:
+        lasting = self._lasting.get(storage)
         if lasting is not None and not lasting.expired():
             return None
         source = whole_storage(tensor) if is_whole else values_alone(tensor)
         size = source.numel()
-        begun = link.now()
-        held = self.medium.write(source, link)
+        stream = link.current_stream()
+        begun = link.now(stream)
+        held = self.medium.write(source, link, begun)
         if held is None:
             self.counts.bytes_kept += size
             return None
         step = self._step
         assert step is not None
-        key = _key(tensor) if is_whole else _key_of_part(tensor)
+        key = storage if is_whole else _key_of_part(storage, tensor)
         place = len(step.sizes)
         copy = Copy(key, tensor, held, link, size, place, self._graves)
         reference = self._copies[key] = weakref.ref(copy)
@@ -223,12 +222,12 @@ class Store:
             copy.source = tensor.detach()
             self.counts.bytes_stayed += size
             self._count_ahead(copy)
-        self._begin_flight(Flight(copy, link, held.left, source), begun)
+        self._begin_flight(Flight(copy, stream, held.left, source), begun)
         step.is_on_one_device &= not step.copies or self._link is link
         self._link = link
         step.add(reference, size, begun, held.left)
         # As long as this is held, the storage's identity, which the key has, is not another's.
-        self._storages.append((_key(tensor), StorageReference(tensor.untyped_storage())))
+        self._storages.append((storage, StorageReference(tensor.untyped_storage())))
         return copy
 
     def _begin_flight(self, flight: Flight, moment: Moment) -> None:
@@ -451,8 +450,14 @@ class Store:
 def _without_values(tensor: Tensor) -> Tensor:
     """What shares the version counter of a tensor, and holds none of its memory."""
     watch = tensor.detach()
-    watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    nothing = _nothing.get((tensor.dtype, tensor.device))
+    if nothing is None:
+        nothing = _nothing[tensor.dtype, tensor.device] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    watch.data = nothing
     return watch
+
+
+_nothing: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def _key(tensor: Tensor) -> Key:
@@ -460,20 +465,17 @@ def _key(tensor: Tensor) -> Key:
     return storage_key(tensor), tensor.untyped_storage().data_ptr(), version_of(tensor)
 
 
-def _key_of_part(tensor: Tensor) -> Key:
+def _key_of_part(storage: Key, tensor: Tensor) -> Key:
     """Of the values of a tensor alone."""
     bits = tensor.is_conj(), tensor.is_neg()
-    return *_key(tensor), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), bits
+    return *storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), bits
 
 
 def _is_of_a_module(tensor: Tensor) -> bool:
     """Whether it is over the memory of a parameter or buffer of one of the modules that are being called."""
     memory = storage_key(tensor)
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = called_module(frame)
-        for tensors in () if module is None else own_tensors(module):
+    for module in modules_being_called(sys._getframe(1)):
+        for tensors in own_tensors(module):
             if any(one is not None and storage_key(one) == memory for one in tensors.values()):
                 return True
-        frame = frame.f_back
     return False
