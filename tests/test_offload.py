@@ -438,6 +438,32 @@ def test_memory_of_the_host_is_used_again(x):
     assert recollect.offload_stats().pinned_allocations == allocations
 
 
+def test_memory_of_the_host_that_is_still_read_is_not_overwritten(lazy):
+    """What was asked for is on its way back when its copy dies, and another takes its place in the pool."""
+    lazy.chance = 0.0
+    store = chosen.store_of(Offload(min_bytes=0))
+    for _ in range(3):
+        first = store.put(torch.ones(1000))
+        store.prefetch([first])
+        incoming = first.copy.incoming
+        del first
+        second = store.put(torch.zeros(1000))
+        lazy.hold_back(second.copy.held.left, lazy.current_stream())
+        assert second.copy.held._block.memory.count_nonzero() == 0
+        assert incoming.journey.arrived.time is not None  # it was read before it was overwritten
+        del second, incoming
+
+
+def test_what_is_asked_for_while_it_leaves_comes_back_when_it_has_left(lazy):
+    lazy.chance = 0.0
+    store = chosen.store_of(Offload(min_bytes=0, ahead=0))
+    for size in (10, 1000, 2000):  # each a step of another kind
+        tensor = torch.randn(size)
+        ticket = store.put(tensor)
+        assert torch.equal(store.get(ticket), tensor)
+        del ticket
+
+
 # --- Bounds ---
 
 
@@ -519,6 +545,27 @@ def test_when_to_begin_at_the_latest():
     assert begins[1:] == [3.0, 7.0, 25.0]
 
 
+class At:
+    """A moment at a time."""
+
+    def __init__(self, time):
+        self.time = time
+
+    def elapsed_time(self, later):
+        return later.time - self.time
+
+    def query(self):
+        return True
+
+    def late_by(self, moment):
+        return self.time - moment.time
+
+
+def test_times_are_those_of_a_device_that_never_waits():
+    clock = courses._Clock(At(0), [(At(10), At(15)), (At(20), At(18)), (At(30), At(40))])
+    assert [clock.time_of(At(time)) for time in (0, 10, 16, 25, 40, 100)] == [0, 10, 11, 20, 25, 85]
+
+
 def test_what_leaves_when():
     assert courses._leaving_times([0.0, 1.0, 2.0, 50.0], [100, 100, 0, 100], 10.0) == [10.0, 20.0, 2.0, 60.0]
 
@@ -531,7 +578,7 @@ def test_marks_let_what_left_first_come_back_in_time(x):
     """Nothing is asked for while backward is in the layers that offload nothing."""
     model = transformer(layers=6)
     plain = copy.deepcopy(model)
-    recollect.apply(model, {"0": Offload(min_bytes=0)})
+    recollect.apply(model, {"0": Offload(min_bytes=0, ahead=1)})  # nothing stays, and one at a time is ahead
     all_misses = []
     for _ in range(4):
         y = model(x)
