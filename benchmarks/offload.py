@@ -3,8 +3,8 @@
 A Llama-style model of 16 layers, width 2048, MLP 8192, 32 heads and 8 of keys and values, a batch of 4 x 4096 tokens,
 bfloat16; the loss is over hidden states, so that the layers are what is measured. It runs plain, with full
 checkpointing, with `Recompute(inputs=Offload())` for every layer, with as much of the first layers offloaded as the
-link carries meanwhile, with everything offloaded, and under PyTorch's own `save_on_cpu`. On a CPU a tiny model only
-shows that it runs.
+link carries meanwhile (and plain, with as many bytes copied beside it by hand), with everything offloaded, and under
+PyTorch's own `save_on_cpu`. On a CPU a tiny model only shows that it runs.
 
 All models have the same weights. Contestants run interleaved in one process, in a new random order every round; a visit
 is one step that does not count and two that do. Ratios are taken within a round, and their median over the rounds
@@ -185,7 +185,7 @@ class Contestant:
     every: int = 1  # takes part in one of so many rounds
 
 
-def contestants(model: Model, x: Tensor, window: int, in_flight: int | None) -> dict[str, Contestant]:
+def contestants(model: Model, x: Tensor, window: int, in_flight: int) -> dict[str, Contestant]:
     def decided(decisions: dict[str | type[nn.Module], Any]) -> Callable[[], Tensor]:
         own = twin(model)
         recollect.apply(own, decisions)
@@ -202,6 +202,7 @@ def contestants(model: Model, x: Tensor, window: int, in_flight: int | None) -> 
         return forward
 
     of_the_window = recollect.Offload(in_flight=in_flight, ahead=in_flight)
+    bytes_of_the_window = saved_bytes(model, x) // len(model.layers) * window
     save_on_cpu = partial(torch.autograd.graph.save_on_cpu, pin_memory=ON_GPU)
     return {
         PLAIN: Contestant(partial(twin(model), x, directly)),
@@ -210,12 +211,42 @@ def contestants(model: Model, x: Tensor, window: int, in_flight: int | None) -> 
         "full checkpoint, inputs offloaded": Contestant(
             decided({"layers.*": recollect.Recompute(inputs=recollect.Offload())}), FULL, AIM_TIME
         ),
+        "plain, as many bytes copied beside it": Contestant(beside_copies(twin(model), x, bytes_of_the_window), PLAIN),
         f"first {window} layers offloaded": Contestant(
             decided({f"layers.{number}": of_the_window for number in range(window)}), PLAIN, AIM_TIME
         ),
         EVERYTHING: Contestant(within(recollect.offload), PLAIN),
         "everything, stock save_on_cpu": Contestant(within(save_on_cpu), PLAIN, every=SLOW_EVERY),
     }
+
+
+def beside_copies(model: Model, x: Tensor, size: int) -> Callable[[], Tensor]:
+    """A plain step while as many bytes go out from its beginning on, and come back from the beginning of backward on.
+
+    They have nothing to do with it: this is what it costs that memory and the link are shared.
+    """
+    if not ON_GPU:
+        return partial(model, x, directly)
+    chunk = 2**28
+    device, host = torch.empty(chunk, dtype=torch.uint8, device=DEVICE), torch.empty(chunk, dtype=torch.uint8)
+    host = host.pin_memory()
+    out, back = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def copy_on(stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> None:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for begin in range(0, size, chunk):
+                some = min(chunk, size - begin)
+                target[:some].copy_(source[:some], non_blocking=True)
+
+    def forward() -> Tensor:
+        copy_on(out, device, host)
+        loss: Tensor = model(x, directly)
+        assert loss.grad_fn is not None
+        loss.grad_fn.register_prehook(lambda grads: copy_on(back, host, device))
+        return loss
+
+    return forward
 
 
 # --- Steps ---
@@ -527,7 +558,11 @@ def parse() -> argparse.Namespace:
         "--window-layers", type=int, default=3, help="how many of the first layers are offloaded (1.8 GB each)"
     )
     parser.add_argument(
-        "--window-in-flight", type=float, metavar="GIB", help="the bound on bytes in flight for them, in GiB"
+        "--window-in-flight",
+        type=float,
+        metavar="GIB",
+        default=6.0,
+        help="the bounds on what is in flight and ahead for them, in GiB",
     )
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only contestants with one of these in their names")
     parser.add_argument("--json", help="also write the numbers to this file")
@@ -550,7 +585,7 @@ def main() -> None:
     torch.manual_seed(0)
     sizes, dtype = (Sizes(), torch.bfloat16) if ON_GPU else (TINY, torch.float32)
     rounds = min(options.rounds, 3) if options.quick else options.rounds
-    in_flight = None if options.window_in_flight is None else int(options.window_in_flight * GIB)
+    in_flight = int(options.window_in_flight * GIB)
 
     model = Model(sizes).to(DEVICE, dtype)
     x = torch.randn(sizes.batch, sizes.tokens, sizes.width, device=DEVICE, dtype=dtype, requires_grad=True)
