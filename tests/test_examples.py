@@ -17,6 +17,7 @@ EXAMPLES = {
     "accelerate_fsdp": (["accelerate"], TWICE),
     "composable": ([], TWICE),
     "lightning_module": (["lightning"], TWICE),
+    "long_context": ([], r"left the device: 6 MiB"),
     "resnet": ([], r"kept: 3,\d{3},\d{3} bytes before, 9\d{2},\d{3} after; batches .* in two steps: 2"),
     "torchtitan_policy": ([], TWICE),
     "transformers_llama": (["transformers"], TWICE),

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import errno
 import gc
+import os
 import pickle
 import threading
 
@@ -788,3 +790,48 @@ def test_autocast_and_modes_see_nothing_of_it(x):
         y.backward()
         seen.append(names)
     assert seen[0] == seen[1]
+
+
+# --- Disk ---
+
+
+def on_disk(folder, **options):
+    return lambda: everything(to="disk", directory=folder, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"in_flight": 2000, "ahead": 4000}], ids=str)
+def test_gradients_are_the_same_by_way_of_the_disk(tmp_path, x, options):
+    model = transformer(dropout=0.2)
+    assert_as_plain(lambda: model(x), leaves_of(model, x), on_disk(tmp_path / "new", **options))
+    (store,) = stores()
+    assert store.medium.bytes_written > 0
+    assert store.medium.bytes_read > 0
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_decisions_for_the_disk(tmp_path, x):
+    model = transformer(dropout=0.2)
+    plain = copy.deepcopy(model)
+    place = Offload("disk", directory=tmp_path, min_bytes=0)
+    recollect.apply(model, {"0": place, "1": Recompute(inputs=place), "2": Recompute(), "2.attn": place})
+    for _ in range(4):
+        got = gradients(lambda: model(x), leaves_of(model, x))
+        for mine, wanted in zip(got, gradients(lambda: plain(x), leaves_of(plain, x)), strict=True):
+            assert torch.equal(mine, wanted)
+
+
+def test_a_full_disk_is_an_error_in_the_forward_and_training_goes_on(tmp_path, x, monkeypatch):
+    model = transformer(layers=2)
+    leaves = leaves_of(model, x)
+    state = copy.deepcopy(model.state_dict())
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "posix_fallocate", full)
+        broken.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match=f"{tmp_path}.*directory="):
+            gradients(lambda: model(x), leaves, on_disk(tmp_path))
+    assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items())
+    assert_as_plain(lambda: model(x), leaves, on_disk(tmp_path))

@@ -148,8 +148,9 @@ class Step:
 
     def is_over(self) -> bool:
         """Whether the device has come to the end of it."""
-        lasts = [self.left[-1:], [moment for _, moment, _ in self.askings[-1:]]]
-        return all(moment.query() for last in lasts for moment in last)
+        # From the end: what is not past yet is found there first, if it was not on another stream.
+        askings = (moment for _, moment, _ in reversed(self.askings))
+        return all(moment.query() for moments in (askings, reversed(self.left)) for moment in moments)
 
     def learn(self, ahead: int, rate: float | None) -> Course | None:
         """The course that it took; None if nothing was asked for. `rate` is for a step in which nothing came back."""
