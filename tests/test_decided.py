@@ -766,7 +766,8 @@ def test_nothing_is_left_after_many_rounds():
     rounds(200)
     after, classes_after = look()
     assert classes_after == classes <= 1
-    more = {name: count - before[name] for name, count in after.items() if count > before[name] + 20}
+    # One that each round leaves behind would be 200; what is remembered of functions comes and goes by some.
+    more = {name: count - before[name] for name, count in after.items() if count > before[name] + 100}
     assert not more
 
 

@@ -16,7 +16,7 @@ import recollect
 from recollect import remat
 from tools import leaf
 
-OPTIONS = {"determinism_check", "debug", "early_stop", "preserve_rng_state", "context_fn", "name", "policy"}
+OPTIONS = {"determinism_check", "debug", "early_stop", "preserve_rng_state", "context_fn", "name", "policy", "inputs"}
 
 
 def block(x, scale=2.0, *, shift=0.0):
