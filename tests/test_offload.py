@@ -368,6 +368,39 @@ def test_a_change_that_was_not_expected_is_an_error_and_works_the_next_time(lazy
         assert torch.equal(step(change=True), expected)
 
 
+@pytest.mark.parametrize("retain", [False, True])
+def test_an_operators_result_that_is_changed_afterwards_is_served_as_it_was(x, retain):
+    def function(x):
+        return x.clone().mul_(x).sin()
+
+    def run(call):
+        y = call(x.sin()).sin().sum()
+        return [torch.autograd.grad(y, x, retain_graph=retain)[0] for _ in range(1 + retain)]
+
+    expected = run(function)
+    policy = lambda op, ctx: Offload(min_bytes=0) if op is aten.clone.default else None  # noqa: E731
+    for _ in range(4):
+        for got, wanted in zip(run(lambda x: recollect.checkpoint(function, x, policy=policy)), expected, strict=True):
+            assert torch.equal(got, wanted)
+    assert recollect.offload_stats().bytes_out > 0
+
+
+def test_a_kept_result_that_is_changed_out_of_the_blue_is_no_error(lazy, x):
+    """The mode that keeps it sees the change, and lets it wait."""
+    lazy.chance = 0.0
+    changes = False
+
+    def function(x):
+        y = x.clone()
+        return (y.mul_(x) if changes else y * x).sin()
+
+    policy = lambda op, ctx: Offload(min_bytes=0) if op is aten.clone.default else None  # noqa: E731
+    for step in range(6):
+        changes = step in (2, 4)
+        y = recollect.checkpoint(function, x.sin(), policy=policy).sum()
+        assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(function(x.sin()).sum(), x)[0])
+
+
 def test_what_is_never_copied():
     class Model(nn.Module):
         def __init__(self):

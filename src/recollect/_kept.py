@@ -131,8 +131,16 @@ class Kept:
         if held is not None:  # told to a region around, if it is the one that holds it
             held.expected_version = version_of(held) + 1  # type: ignore[attr-defined]
 
+    def let_it_leave(self) -> bool:
+        """The original is about to be changed: if a store is copying it, let the change wait. Whether there is one."""
+        if self._store is not None:
+            self._store.let_it_leave(self._packed)
+        return self._store is not None
+
     def memory(self) -> int | None:
-        """The key of the memory that is held here and that a change in place would reach, if there is any."""
+        """The key of the memory that is held here, or being copied, and that a change in place would reach, if any."""
+        if self._store is not None:
+            return self._store.memory_of(self._packed)
         held = self._original()
         return None if held is None else storage_key(held)
 

@@ -745,13 +745,19 @@ CAST = torch.ops.aten._to_copy.default
 
 
 class out_of_sight:  # noqa: N801 - it is used as a function is
-    """Operators that no mode of the user sees, that no graph records and that autocast does not touch."""
+    """Operators that no mode of the user sees, that no graph records and that autocast does not touch.
+
+    Views share version counters with what they are views of, also inside a dispatch mode: see `detach_below_autograd`.
+    """
 
     # A class, because a generator would cost more than all that it guards.
-    __slots__ = ("_autocast", "_dispatch", "_function", "_grad")
+    __slots__ = ("_autocast", "_dispatch", "_function", "_grad", "_is_below")
 
     def __enter__(self) -> None:
         self._grad = torch.is_grad_enabled()
+        self._is_below = _is_excluded(_ADINPLACE) and not torch.is_inference_mode_enabled()
+        if self._is_below:
+            _set_excluded(_ADINPLACE, False)
         self._function = torch._C.DisableTorchFunction()
         self._dispatch = torch._C._DisableTorchDispatch()
         # By dispatch keys, which the public context, a nesting with a cache, is not.
@@ -766,6 +772,8 @@ class out_of_sight:  # noqa: N801 - it is used as a function is
         self._autocast.__exit__(*error)
         self._dispatch.__exit__(*error)
         self._function.__exit__(*error)
+        if self._is_below:
+            _set_excluded(_ADINPLACE, True)
 
 
 def keeps_its_own_memory(kind: type) -> bool:

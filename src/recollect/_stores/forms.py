@@ -41,7 +41,9 @@ class Form:
                 tensor = with_stride(tensor, self._stride)
         if self._is_conjugate:
             tensor = tensor.conj()
-        return negative_view(tensor) if self._is_negative else tensor
+        if self._is_negative:
+            tensor = negative_view(tensor)
+        return tensor.detach()  # no view, which one made without grad could not be changed in place
 
     def again(self, tensor: Tensor) -> Tensor:
         """The tensor, of one that is still over the same memory, or has the very same form."""

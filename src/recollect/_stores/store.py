@@ -242,6 +242,19 @@ class Store:
             landed += self._flights.land_what_is_too_much(self._bound(self._in_flight, flight.link))
         self._note_waits(moment, landed)
 
+    def memory_of(self, ticket: Ticket) -> int | None:
+        """The key of the storage that a ticket's tensor has, as long as a change of it in place could spoil the copy."""
+        memory: int = ticket.copy.key[0]
+        return None if ticket.copy.is_sure else memory
+
+    def let_it_leave(self, ticket: Ticket) -> None:
+        """The tensor of a ticket is about to be changed by the current stream: let that wait for the copy."""
+        copy = ticket.copy
+        with self._lock:
+            if not copy.is_sure:
+                copy.link.hold_back(copy.held.left, copy.link.current_stream())
+                copy.is_sure = True
+
     # --- In ---
 
     def get(self, ticket: Ticket) -> Tensor:
