@@ -366,6 +366,22 @@ def test_a_change_that_was_not_expected_is_an_error_and_works_the_next_time(lazy
         assert torch.equal(step(change=True), expected)
 
 
+def test_a_change_of_an_operators_result_is_seen_inside_of_the_mode_that_keeps_it(lazy, x):
+    lazy.chance = 0.0
+    w = torch.randn(16, 16, requires_grad=True)
+
+    def function(x):
+        h = (x.flatten(0, 1) @ w).relu_()
+        return (h @ w).sin_()
+
+    def policy(op, ctx):
+        return Offload(min_bytes=0) if op is aten.mm.default else None
+
+    assert_as_plain(
+        lambda: recollect.checkpoint(function, x, policy=policy), [x, w], contextlib.nullcontext, lambda: function(x)
+    )
+
+
 def test_what_is_never_copied():
     class Model(nn.Module):
         def __init__(self):

@@ -44,6 +44,7 @@ from recollect._torch import (
     StorageReference,
     at_end_of_pass,
     called_module,
+    detach_below_autograd,
     graph_task_id,
     has_plain_memory,
     out_of_sight,
@@ -452,7 +453,7 @@ class Store:
 
 def _without_values(tensor: Tensor) -> Tensor:
     """What shares the version counter of a tensor, and holds none of its memory."""
-    watch = tensor.detach()
+    watch = detach_below_autograd(tensor)
     watch.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return watch
 
