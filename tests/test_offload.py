@@ -581,6 +581,38 @@ def test_marks_come_and_go_with_decisions():
         assert hooks() == [0, 0, 0]
 
 
+# --- What is left behind in the long run ---
+
+
+def test_memory_that_outlives_steps_and_is_changed_in_each_is_remembered_once():
+    batch, w = torch.empty(8, 8), torch.randn(8, 8, requires_grad=True)
+    for _ in range(20):
+        batch.copy_(torch.randn(8, 8))
+        with everything():
+            y = (batch @ w).sum()
+        y.backward()
+    (store,) = stores()
+    assert len(store._lasting) == 1
+
+
+def test_a_graph_that_stays_alive_lets_no_notes_grow_without_end(monkeypatch, x):
+    monkeypatch.setattr(courses, "_LONGEST", 100)
+    model = transformer(layers=1)
+    expected = gradients(lambda: model(x), leaves_of(model, x))
+    with everything():
+        alive = model(x).square().sum()
+    assert_as_plain(lambda: model(x), leaves_of(model, x), steps=20)
+    (store,) = stores()
+    for _ in range(20):
+        for got, wanted in zip(
+            torch.autograd.grad(alive, leaves_of(model, x), retain_graph=True), expected, strict=True
+        ):
+            assert torch.equal(got, wanted)
+    step = store._step
+    assert len(step.sizes) + len(step.askings) + len(step.stalls) <= 100 + 1
+    assert len(store._storages) == len(step.sizes)
+
+
 # --- Forms ---
 
 FORMS = {

@@ -1,9 +1,9 @@
 """What one step shows for the next: in which order copies are asked for, when, and what that means for fetching.
 
-A step begins with a copy while no other is alive. Copies are numbered by it: their places. A place may also be a mere
-mark, of no bytes, that backward comes by. Steps of a training are alike, so the places of one, in the order in which
-they were asked for, with the time that the device computed in between and the time that copies took, are the course
-that the next is expected to take. From it follows
+A step begins with a copy while no other is alive, or when the one before has become too long to be one. Copies are
+numbered by it: their places. A place may also be a mere mark, of no bytes, that backward comes by. Steps of a training
+are alike, so the places of one, in the order in which they were asked for, with the time that the device computed in
+between and the time that copies took, are the course that the next is expected to take. From it follows
 
 - what is fetched ahead: at each asking, what would come too late if it were begun at the next one only. So nothing
   comes back much earlier than it has to, and memory is used for little of it at a time;
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _LOOKED_AT = 256  # how many places ahead, at most
 _SPARE = 1.0  # milliseconds
+_LONGEST = 2**16  # of all that is noted of a step
 
 
 class Course:
@@ -132,6 +133,18 @@ class Step:
         self.left.append(left)
         if self.course is not None and not self.course.goes_on(place, size):
             self.course = next((one for one in self._courses if one.begins_like(self.sizes)), None)
+
+    def note_asking(self, place: int, moment: Moment, journey: Journey | None) -> None:
+        if not self.is_full():
+            self.askings.append((place, moment, journey))
+
+    def note_stall(self, moment: Moment, awaited: Awaited) -> None:
+        if not self.is_full():
+            self.stalls.append((moment, awaited))
+
+    def is_full(self) -> bool:
+        """Whether it is too long to be a step: some graph stays alive, or is gone through again and again."""
+        return len(self.sizes) + len(self.askings) + len(self.stalls) >= _LONGEST
 
     def note_change(self, place: int) -> None:
         """What was copied has been changed in place: the next step has to expect it."""

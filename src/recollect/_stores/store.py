@@ -75,6 +75,8 @@ class Copy:
         "place",
         "size",
         "source",
+        "step",
+        "storage",
         "taken",
         "tickets",
         "version",
@@ -82,16 +84,19 @@ class Copy:
     )
 
     def __init__(
-        self, key: Key, tensor: Tensor, held: Held, link: Link, size: int, place: int, graves: deque[_Grave]
+        self, key: Key, tensor: Tensor, held: Held, link: Link, size: int, step: Step, graves: deque[_Grave]
     ) -> None:
         self.key = key
+        # As long as this is held, the storage's identity, which the key has, is not another's.
+        self.storage = StorageReference(tensor.untyped_storage())
         self.version = version_of(tensor)
         self.watch = _without_values(tensor)
         self.is_sure = False  # that no change in place could reach it
         self.link = link
         self.held = held
         self.size = size
-        self.place = place
+        self.step = step
+        self.place = len(step.sizes)
         self.tickets = 0
         self.taken = 0  # how many of them have come for what is on the device
         self.incoming: Incoming | None = None
@@ -154,7 +159,8 @@ class Store:
         self._steps = 0
         self._changes = False  # whether anything was ever changed in place after it was copied
         self._storages: list[tuple[Key, StorageReference]] = []  # of this step's copies
-        self._lasting: dict[Key, StorageReference] = {}  # at a version that outlived a step
+        # At the version that outlived a step, the last of each storage: one that is changed in every step has many.
+        self._lasting: dict[int, tuple[Key, StorageReference]] = {}
         self._pass = -1
         self._waits: deque[tuple[Moment, Awaited]] = deque()  # of which is not known yet how long they were
 
@@ -169,7 +175,7 @@ class Store:
             return None
         with self._lock, out_of_sight():
             self._bury()
-            if not self._alive:
+            if self._step is None or not self._alive or self._step.is_full():
                 self._begin_step(link)
             elif self._ended is not None:
                 self._learn()
@@ -202,8 +208,8 @@ class Store:
         return None, takes_whole_storage(tensor)
 
     def _copy(self, tensor: Tensor, link: Link, *, is_whole: bool) -> Copy | None:
-        lasting = self._lasting.get(_key(tensor))
-        if lasting is not None and not lasting.expired():
+        lasting = self._lasting.get(storage_key(tensor))
+        if lasting is not None and lasting[0] == _key(tensor):
             return None
         source = whole_storage(tensor) if is_whole else values_alone(tensor)
         size = source.numel()
@@ -215,8 +221,7 @@ class Store:
         step = self._step
         assert step is not None
         key = _key(tensor) if is_whole else _key_of_part(tensor)
-        place = len(step.sizes)
-        copy = Copy(key, tensor, held, link, size, place, self._graves)
+        copy = Copy(key, tensor, held, link, size, step, self._graves)
         reference = self._copies[key] = weakref.ref(copy)
         self._alive += 1
         self.counts.bytes_out += size
@@ -228,8 +233,7 @@ class Store:
         step.is_on_one_device &= not step.copies or self._link is link
         self._link = link
         step.add(reference, size, begun, held.left)
-        # As long as this is held, the storage's identity, which the key has, is not another's.
-        self._storages.append((_key(tensor), StorageReference(tensor.untyped_storage())))
+        self._storages.append((_key(tensor), copy.storage))
         return copy
 
     def _begin_flight(self, flight: Flight) -> None:
@@ -262,8 +266,7 @@ class Store:
         source, incoming, moment = copy.source, copy.incoming, copy.link.now()
         if copy.is_changed():
             self._changes = True
-            if self._step is not None:
-                self._step.note_change(copy.place)
+            copy.step.note_change(copy.place)
             if not copy.is_sure:
                 raise _errors.changed_before_it_left()
             source = None
@@ -278,24 +281,22 @@ class Store:
             if incoming is None:
                 incoming = copy.incoming = self._fetch(copy)
             self._note_waits(moment, [incoming.journey])
-        if self._step is not None:
-            journey = incoming.journey if source is None and incoming is not None else None
-            self._step.askings.append((copy.place, moment, journey))
+        journey = incoming.journey if source is None and incoming is not None else None
+        copy.step.note_asking(copy.place, moment, journey)
         copy.taken += 1
         if copy.taken >= copy.tickets:
             self._let_go(copy)
         copy.asked_in = self._note_pass()
-        self._fetch_what_follows(copy.place)
+        self._fetch_what_follows(copy.step, copy.place)
         return source, incoming
 
-    def _fetch_what_follows(self, place: int) -> None:
-        step = self._step
-        course = None if step is None else step.course
+    def _fetch_what_follows(self, step: Step, place: int) -> None:
         if self._link is not None:
+            course = step.course if step is self._step else None  # all flights are of the step that goes on
             gone = -1 if course is None else course.gone_when_asked_for(place)
             self._note_waits(self._link.now(), self._flights.land_what_has_left(gone))
-        for later in () if step is None else step.after(place):
-            reference = step.copies[later] if step is not None and later < len(step.copies) else None
+        for later in step.after(place):
+            reference = step.copies[later] if later < len(step.copies) else None
             copy = None if reference is None else reference()
             if copy is not None and not self._fetch_ahead(copy):
                 return
@@ -359,9 +360,9 @@ class Store:
         with self._lock, out_of_sight():
             self._bury()
             if self._step is not None and self._step is step() and self._link is not None:
-                self._step.askings.append((place, self._link.now(), None))
+                self._step.note_asking(place, self._link.now(), None)
                 self._note_pass()
-                self._fetch_what_follows(place)
+                self._fetch_what_follows(self._step, place)
 
     def _note_pass(self) -> int:
         task = graph_task_id()
@@ -386,12 +387,15 @@ class Store:
                     self._let_go(copy)
 
     def _begin_step(self, link: Link) -> None:
-        """The first copy while none is alive."""
-        if self._step is not None and (self._steps <= _LEARNT_OFTEN or self._steps % _LEARN_EVERY == 0):
+        """The first copy while none is alive, or while some stay alive for so long that it can be no step."""
+        is_learnt = self._steps <= _LEARNT_OFTEN or self._steps % _LEARN_EVERY == 0
+        if self._step is not None and is_learnt and not self._alive:
             self._ended = self._step
         self._steps += 1
         self._lasting = {
-            key: storage for key, storage in (*self._lasting.items(), *self._storages) if not storage.expired()
+            key[0]: (key, storage)
+            for key, storage in (*self._lasting.values(), *self._storages)
+            if not storage.expired()
         }
         self._storages = []
         self._flights.land_all()
@@ -433,7 +437,7 @@ class Store:
         for awaited in all_awaited[-1:]:
             self._waits.append((moment, awaited))
             if self._step is not None:
-                self._step.stalls.append((moment, awaited))
+                self._step.note_stall(moment, awaited)
         if len(self._waits) > 1000:
             self.count_waits()
 
