@@ -14,7 +14,7 @@ from torch import nn
 import lazy_link
 import recollect
 from recollect import CheckpointError, Offload, Recompute, Save, by_name, offload_ops
-from recollect._stores import chosen, courses
+from recollect._stores import chosen, courses, media
 from recollect._stores.pool import Pool
 from recollect._stores.ranges import Ranges
 
@@ -307,6 +307,22 @@ def test_threads_share_a_store(x):
     for thread in threads:
         thread.join()
     assert problems == []
+
+
+def test_a_pass_that_ends_in_another_thread_takes_nothing_from_who_is_about_to_use_it(monkeypatch):
+    store = chosen.store_of(Offload(min_bytes=0))
+    tensor = torch.randn(100)
+    tickets = [store.put(tensor), store.put(tensor)]
+    take = media._FromHost.take
+
+    def take_late(incoming):
+        store._pass_ended()
+        return take(incoming)
+
+    monkeypatch.setattr(media._FromHost, "take", take_late)
+    for ticket in tickets:
+        assert torch.equal(store.get(ticket), tensor)
+    del ticket, tickets
 
 
 # --- What leaves, and how often ---

@@ -383,7 +383,8 @@ class Store:
             for reference in self._step.copies:
                 copy = None if reference is None else reference()
                 if copy is not None and copy.incoming is not None and (copy.taken or is_guess):
-                    copy.incoming.abandon()
+                    if not copy.taken:  # else somebody uses it, or is about to in another thread
+                        copy.incoming.abandon()
                     self._let_go(copy)
 
     def _begin_step(self, link: Link) -> None:
