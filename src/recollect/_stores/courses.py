@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from recollect._stores.links import Moment
@@ -161,8 +161,9 @@ class Step:
 
     def is_over(self) -> bool:
         """Whether the device has come to the end of it."""
-        lasts = [self.left[-1:], [moment for _, moment, _ in self.askings[-1:]]]
-        return all(moment.query() for last in lasts for moment in last)
+        # All of them, for they are of several streams; the last first, which nearly always are the last to be past.
+        moments = chain(reversed(self.left), (moment for _, moment, _ in reversed(self.askings)))
+        return all(moment.query() for moment in moments)
 
     def learn(self, ahead: int, rate: float | None) -> Course | None:
         """The course that it took; None if nothing was asked for. `rate` is for a step in which nothing came back."""
