@@ -15,6 +15,7 @@ import lazy_link
 import recollect
 from recollect import CheckpointError, Offload, Recompute, Save, by_name, offload_ops
 from recollect._stores import chosen, courses, media
+from recollect._stores import store as store_module
 from recollect._stores.pool import Pool
 from recollect._stores.ranges import Ranges
 
@@ -533,7 +534,77 @@ def test_a_step_of_another_kind_finds_its_own_course_again(x):
     assert len(store._courses) == 2
 
 
+def test_what_finds_no_memory_ahead_is_fetched_when_it_is_asked_for(lazy, x, monkeypatch):
+    model = transformer(layers=2)
+    expected = gradients(lambda: model(x), leaves_of(model, x))
+    store = chosen.store_of(everything()._decision)
+    empty, asking, is_ahead = lazy.empty, store._fetch_what_follows, []
+
+    def ask_ahead(*args):
+        is_ahead.append(True)
+        asking(*args)
+        is_ahead.clear()
+
+    def no_memory(size):
+        if is_ahead:
+            raise torch.OutOfMemoryError("no memory")
+        return empty(size)
+
+    monkeypatch.setattr(lazy, "empty", no_memory)
+    monkeypatch.setattr(store, "_fetch_what_follows", ask_ahead)
+    for _ in range(3):
+        for got, wanted in zip(gradients(lambda: model(x), leaves_of(model, x), everything), expected, strict=True):
+            assert torch.equal(got, wanted)
+    stats = recollect.offload_stats()
+    assert stats.prefetch_misses > 0
+    assert stats.bytes_in + stats.bytes_stayed >= stats.bytes_out
+
+
+def test_several_devices_share_the_bounds_and_compare_no_times(lazy, monkeypatch):
+    other = lazy_link.LazyLink(chance=0.0)
+    lazy.chance = 0.0
+    by_size = {1000: lazy, 2000: other}
+    monkeypatch.setattr(lazy_link.Moment, "elapsed_time", _of_one_device(lazy_link.Moment.elapsed_time))
+    store = chosen.store_of(Offload(min_bytes=0, in_flight=3000, ahead=3000))
+    for _ in range(4):
+        tensors = [torch.randn(size) for size in (1000, 2000) * 10]
+        tickets = []
+        for tensor in tensors:
+            link = by_size[tensor.numel()]
+            monkeypatch.setattr(store_module, "link_of", lambda _, link=link: link)
+            tickets.append(store.put(tensor))
+        for ticket, tensor in zip(reversed(tickets), reversed(tensors), strict=True):
+            assert torch.equal(store.get(ticket), tensor)
+        store.count_waits()
+        del ticket, tickets
+
+
+def _of_one_device(elapsed_time):
+    def elapsed(self, later):
+        assert self.link is later.link, "moments of two devices"
+        return elapsed_time(self, later)
+
+    return elapsed
+
+
 # --- What is learnt ---
+
+
+def test_nothing_is_learnt_before_all_streams_have_come_to_the_end(lazy):
+    lazy.chance = 0.0
+    memory = torch.zeros(8, dtype=torch.uint8)
+    late = lazy.copy_out(memory, memory, [])
+    past, reference = lazy.now(), None
+    for left, asked in (([late, past], [past, past]), ([past, past], [late, past])):
+        step = courses.Step(past, [])
+        for place in range(2):
+            step.add(reference, 8, past, left[place])
+        for place in (1, 0):
+            step.note_asking(place, asked[1 - place], None)
+        assert not step.is_over()
+    late.synchronize()
+    assert step.is_over()
+    assert step.learn(100, None) is not None
 
 
 def test_what_is_asked_for_too_soon_stays():

@@ -163,6 +163,7 @@ class Store:
         self._lasting: dict[int, tuple[Key, StorageReference]] = {}
         self._pass = -1
         self._waits: deque[tuple[Moment, Awaited]] = deque()  # of which is not known yet how long they were
+        self._counted_at = 1000  # when there are more of them, they are counted
 
     # --- Out ---
 
@@ -239,7 +240,7 @@ class Store:
     def _begin_flight(self, flight: Flight) -> None:
         step, link, place = self._step, flight.link, flight.place
         course = None if step is None else step.course
-        self._note_waits(link.now(), self._flights.land_what_has_left(-1 if course is None else course.gone_by(place)))
+        self._land_what_has_left(link, -1 if course is None else course.gone_by(place))
         moment = link.now()
         if (self._changes or self._steps == 1) if course is None else place in course.changed:
             flight.hold_back()
@@ -248,7 +249,14 @@ class Store:
         else:
             self._flights.begin(flight)
             bound = self._bound(self._in_flight, link)
-            self._note_waits(moment, self._flights.land_what_is_too_much(bound))
+            self._note_landed(link, moment, self._flights.land_what_is_too_much(bound))
+
+    def _land_what_has_left(self, link: Link, last_place: int) -> None:
+        self._note_landed(link, link.now(), self._flights.land_what_has_left(last_place))
+
+    def _note_landed(self, link: Link, moment: Moment, landed: list[Flight]) -> None:
+        # The moments of two devices have no time between them.
+        self._note_waits(moment, [flight for flight in landed if flight.link is link])
 
     # --- In ---
 
@@ -294,7 +302,7 @@ class Store:
         if self._link is not None:
             course = step.course if step is self._step else None  # all flights are of the step that goes on
             gone = -1 if course is None else course.gone_when_asked_for(place)
-            self._note_waits(self._link.now(), self._flights.land_what_has_left(gone))
+            self._land_what_has_left(self._link, gone)
         for later in step.after(place):
             reference = step.copies[later] if later < len(step.copies) else None
             copy = None if reference is None else reference()
@@ -317,13 +325,17 @@ class Store:
         bound = self._bound(self._ahead, copy.link)
         if self._ahead_bytes and self._ahead_bytes + copy.size > bound:
             return False
-        copy.incoming = self._fetch(copy)
+        try:
+            copy.incoming = self._fetch(copy)
+        except torch.OutOfMemoryError:  # that is for who needs it: when it is asked for there may be room
+            return False
         self._count_ahead(copy)
         return True
 
     def _fetch(self, copy: Copy) -> Incoming:
+        incoming = copy.held.fetch()
         self.counts.bytes_in += copy.size
-        return copy.held.fetch()
+        return incoming
 
     def _count_ahead(self, copy: Copy) -> None:
         copy.is_ahead = True
@@ -352,7 +364,7 @@ class Store:
                 return
             place, moment = len(step.sizes), link.now()
             if step.course is not None:
-                self._note_waits(moment, self._flights.land_what_has_left(step.course.gone_by(place)))
+                self._land_what_has_left(link, step.course.gone_by(place))
             step.add(None, 0, moment, moment)
         nodes[0].register_prehook(functools.partial(self._comes_by, weakref.ref(step), place))
 
@@ -439,8 +451,9 @@ class Store:
             self._waits.append((moment, awaited))
             if self._step is not None:
                 self._step.note_stall(moment, awaited)
-        if len(self._waits) > 1000:
+        if len(self._waits) > self._counted_at:
             self.count_waits()
+            self._counted_at = 2 * len(self._waits) + 1000  # or a host far ahead of the device would count all the time
 
     def count_waits(self) -> None:
         """Add up how long the device waited for what came too late, as far as that is known by now."""
