@@ -5,6 +5,7 @@ import copy
 import gc
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from recollect._stores import chosen, courses, media
 from recollect._stores import store as store_module
 from recollect._stores.pool import Pool
 from recollect._stores.ranges import Ranges
+from recollect._torch import top_hooks
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("lazy")
@@ -845,6 +847,35 @@ def test_it_can_be_entered_again_and_within_itself(x):
                 y = x.sin().exp()
             z = y.cos().sum()
         assert torch.equal(torch.autograd.grad(z, x)[0], torch.autograd.grad(x.sin().exp().cos().sum(), x)[0])
+
+
+def test_it_can_be_left_in_any_order(x):
+    one, other = everything(), everything()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert top_hooks() is not None
+    other.__exit__(None, None, None)
+    assert top_hooks() is None
+
+
+def test_threads_may_share_it_and_each_leaves_what_it_entered():
+    around = everything()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for thread in (one, other):
+            thread.submit(around.__enter__).result()
+        for thread in (one, other):
+            thread.submit(around.__exit__, None, None, None).result()
+            assert thread.submit(top_hooks).result() is None
+
+
+def test_leaving_it_in_another_thread_is_an_error():
+    around = everything()
+    with around, ThreadPoolExecutor(1) as other:
+        left = other.submit(around.__exit__, None, None, None)
+        with pytest.raises(RuntimeError, match="left in a thread that has not entered it"):
+            left.result()
+    assert top_hooks() is None
 
 
 def test_under_the_compiler(x):

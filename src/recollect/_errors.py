@@ -488,6 +488,13 @@ def offloaded_tensor_changed() -> CheckpointError:
     )
 
 
+def offload_left_in_another_thread() -> RuntimeError:
+    return RuntimeError(
+        "recollect.offload was left in a thread that has not entered it. Hooks on saved tensors are a thread's own, so "
+        "leave it in the thread that entered it, which goes on offloading until then"
+    )
+
+
 def changed_before_it_left() -> CheckpointError:
     return CheckpointError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
