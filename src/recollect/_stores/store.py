@@ -248,6 +248,7 @@ class Store:
             self._note_waits(moment, [flight])
         else:
             self._flights.begin(flight)
+            self._flights.land_what_has_left()  # the host's own memory has left at once
             bound = self._bound(self._in_flight, link)
             self._note_landed(link, moment, self._flights.land_what_is_too_much(bound))
 
@@ -327,7 +328,7 @@ class Store:
             return False
         try:
             copy.incoming = self._fetch(copy)
-        except torch.OutOfMemoryError:  # that is for who needs it: when it is asked for there may be room
+        except Exception:  # too little memory, a failed write: that is for who asks for it, if anybody does
             return False
         self._count_ahead(copy)
         return True
