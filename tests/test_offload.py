@@ -401,6 +401,50 @@ def test_a_change_of_an_operators_result_is_seen_inside_of_the_mode_that_keeps_i
     )
 
 
+@pytest.mark.parametrize("around", [contextlib.nullcontext, everything])
+def test_a_change_that_is_seen_to_come_waits_for_the_copy_in_any_step(lazy, x, around):
+    lazy.chance = 0.0
+    w = torch.randn(16, 16, requires_grad=True)
+
+    def step(change):
+        def function(x):
+            h = x.flatten(0, 1) @ w
+            return (change(h[:4]) * 2 + h[4:8]).sin()
+
+        region = lambda: recollect.checkpoint(function, x, policy=policy)  # noqa: E731
+        assert_as_plain(region, [x, w], around, lambda: function(x), steps=1)
+
+    def policy(op, ctx):
+        return Offload(min_bytes=0) if op is aten.mm.default else None
+
+    for _ in range(5):
+        step(torch.relu)
+    for change in (torch.relu_, torch.relu, torch.Tensor.sin_):
+        step(change)
+
+
+def test_a_change_that_was_a_surprise_once_is_expected_from_then_on(lazy, x):
+    lazy.chance = 0.0
+
+    def step(change, then):
+        with everything():
+            h = x.sin()
+            y = h * h
+            if change:
+                with torch.no_grad():
+                    h.mul_(2)
+            for _ in range(then):
+                y = y.sin()
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    for _ in range(6):
+        step(False, 1)
+    with pytest.raises(CheckpointError, match="changed before its copy was done"):
+        step(True, 2)  # not the course that it began like
+    for _ in range(6):
+        assert torch.equal(step(True, 2), step(False, 2))
+
+
 def test_what_is_never_copied():
     class Model(nn.Module):
         def __init__(self):

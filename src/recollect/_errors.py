@@ -499,8 +499,8 @@ def changed_before_it_left() -> CheckpointError:
     return CheckpointError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
         "was being offloaded was changed before its copy was done, so that the copy may be of either. Plain autograd "
-        "refuses such a change too. In the next step the change waits for the copy; to be sure from the first step on, "
-        "use the out-of-place operator, or change a clone"
+        "refuses such a change of what it has saved. In the next step the change waits for the copy; to be sure from "
+        "the first step on, use the out-of-place operator, or change a clone"
     )
 
 

@@ -254,6 +254,8 @@ class Changes:
         places = running_statistics(operator, args, kwargs) if kind.statistics else kind.written
         written = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
         for one in self._over(written):
+            if one.is_copied_before_a_change():
+                continue
             if kind.reshapes:
                 one.is_reshaped()
             elif one.copies_on_write:

@@ -2,9 +2,10 @@
 
 Rules.
 - What is put is what the tensor was at that moment. A change in place afterwards must wait for the copy, but nobody can
-  be made to wait who is not known beforehand. So in its first step a store lets the current stream wait for every
-  copy, and later for those alone that were changed in the step before; a change that was not expected, and came
-  before the copy was seen to be done, is an error when the tensor is asked for.
+  be made to wait who is not known beforehand (who does, calls `hold_back`). So in its first step a store lets the
+  current stream wait for every copy, and later for those alone that were changed in the step before; a change that was
+  not expected, and came before the copy was seen to be done, is an error when the tensor is asked for, and expected
+  from then on.
 - A storage that is put twice at the same version is copied once, and what comes back are views of one memory. A change
   that moves no version (through `.data`, or by a kernel that does not tell) is not seen, as autograd does not see it.
 - Not taken, and left to the caller: parameters, buffers and views of them, whatever was there after the step before
@@ -158,6 +159,7 @@ class Store:
         self._courses: list[Course] = []
         self._steps = 0
         self._changes = False  # whether anything was ever changed in place after it was copied
+        self._surprises: set[tuple[int, int]] = set()  # places and sizes of what was changed and not expected to be
         self._storages: list[tuple[Key, StorageReference]] = []  # of this step's copies
         # At the version that outlived a step, the last of each storage: one that is changed in every step has many.
         self._lasting: dict[int, tuple[Key, StorageReference]] = {}
@@ -230,19 +232,20 @@ class Store:
             copy.source = tensor.detach()
             self.counts.bytes_stayed += size
             self._count_ahead(copy)
-        self._begin_flight(Flight(copy, link, held.left, source))
+        self._begin_flight(Flight(copy, link, held.left, source), size)
         step.is_on_one_device &= not step.copies or self._link is link
         self._link = link
         step.add(reference, size, begun, held.left)
         self._storages.append((_key(tensor), copy.storage))
         return copy
 
-    def _begin_flight(self, flight: Flight) -> None:
+    def _begin_flight(self, flight: Flight, size: int) -> None:
         step, link, place = self._step, flight.link, flight.place
         course = None if step is None else step.course
         self._land_what_has_left(link, -1 if course is None else course.gone_by(place))
         moment = link.now()
-        if (self._changes or self._steps == 1) if course is None else place in course.changed:
+        waits = (self._changes or self._steps == 1) if course is None else place in course.changed
+        if waits or (place, size) in self._surprises:
             flight.hold_back()
             flight.land()
             self._note_waits(moment, [flight])
@@ -251,6 +254,12 @@ class Store:
             self._flights.land_what_has_left()  # the host's own memory has left at once
             bound = self._bound(self._in_flight, link)
             self._note_landed(link, moment, self._flights.land_what_is_too_much(bound))
+
+    def hold_back(self, ticket: Ticket) -> None:
+        """The tensor of a ticket is about to be changed in place: let that wait for the copy."""
+        with self._lock:
+            link = ticket.copy.link
+            self._note_landed(link, link.now(), self._flights.land_one(ticket.copy))
 
     def _land_what_has_left(self, link: Link, last_place: int) -> None:
         self._note_landed(link, link.now(), self._flights.land_what_has_left(last_place))
@@ -277,6 +286,7 @@ class Store:
             self._changes = True
             copy.step.note_change(copy.place)
             if not copy.is_sure:
+                self._surprises.add((copy.place, copy.size))
                 raise _errors.changed_before_it_left()
             source = None
         if incoming is not None and version_of(incoming.memory):  # changed in place by who got it before
