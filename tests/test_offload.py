@@ -423,6 +423,20 @@ def test_a_change_that_is_seen_to_come_waits_for_the_copy_in_any_step(lazy, x, a
         step(change)
 
 
+def test_an_output_that_is_changed_before_its_copy_is_done_is_computed_again(lazy, x):
+    lazy.chance = 0.0
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16))
+    plain = copy.deepcopy(model)
+    recollect.apply(model, {"": Recompute(), "0": Offload(min_bytes=0)})
+    for change in (False, False, True, True):
+        for one in (model, plain):
+            one[1].inplace = change
+        expected = gradients(lambda: plain(x), leaves_of(plain, x))
+        for got, wanted in zip(gradients(lambda: model(x), leaves_of(model, x)), expected, strict=True):
+            assert torch.equal(got, wanted)
+    assert recollect.offload_stats().bytes_out > 0
+
+
 def test_a_change_that_was_a_surprise_once_is_expected_from_then_on(lazy, x):
     lazy.chance = 0.0
 

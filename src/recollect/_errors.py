@@ -36,7 +36,7 @@ class CheckpointError(TorchsCheckpointError):
 
 
 class SavedTensorChangedError(CheckpointError):
-    """A recovered tensor was changed in place by the function itself."""
+    """A recovered tensor was changed in place by the function itself, or one in a store before it was copied."""
 
 
 # --- Words ---
@@ -495,8 +495,8 @@ def offload_left_in_another_thread() -> RuntimeError:
     )
 
 
-def changed_before_it_left() -> CheckpointError:
-    return CheckpointError(
+def changed_before_it_left() -> SavedTensorChangedError:
+    return SavedTensorChangedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
         "was being offloaded was changed before its copy was done, so that the copy may be of either. Plain autograd "
         "refuses such a change of what it has saved. In the next step the change waits for the copy; to be sure from "
