@@ -257,9 +257,11 @@ class Store:
 
     def hold_back(self, ticket: Ticket) -> None:
         """The tensor of a ticket is about to be changed in place: let that wait for the copy."""
+        copy, link = ticket.copy, ticket.copy.link
         with self._lock:
-            link = ticket.copy.link
-            self._note_landed(link, link.now(), self._flights.land_one(ticket.copy))
+            moment = link.now()
+            link.hold_back(copy.held.left, link.current_stream())  # which need not be the one that it was copied on
+            self._note_landed(link, moment, self._flights.land_one(copy))
 
     def _land_what_has_left(self, link: Link, last_place: int) -> None:
         self._note_landed(link, link.now(), self._flights.land_what_has_left(last_place))
@@ -367,11 +369,13 @@ class Store:
 
         For parts of a model that put nothing here between parts that do.
         """
+        nodes = [one.grad_fn for one in results if one.grad_fn is not None]
+        if self._link is None or not nodes or not self._link.can_be_used_now():
+            return
         with self._lock:
             self._bury()
             step, link = self._step, self._link
-            nodes = [one.grad_fn for one in results if one.grad_fn is not None]
-            if not self._alive or step is None or link is None or not nodes or not link.can_be_used_now():
+            if not self._alive or step is None:
                 return
             place, moment = len(step.sizes), link.now()
             if step.course is not None:
