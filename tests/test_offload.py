@@ -271,6 +271,19 @@ def test_a_graph_that_dies_and_errors_in_the_middle_leave_nothing(x):
     assert_as_plain(lambda: model(x), leaves_of(model, x))
 
 
+def test_a_copy_that_cannot_be_begun_leaves_nothing(lazy, x, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    model = transformer(layers=1)
+    with monkeypatch.context() as patch, everything():
+        patch.setattr(lazy, "copy_out", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+    assert_nothing_is_left()
+    assert_as_plain(lambda: model(x), leaves_of(model, x), steps=3)
+
+
 def test_micro_batches_between_each_other(x):
     model = transformer(layers=3)
     leaves = leaves_of(model, x)
