@@ -22,10 +22,11 @@ import torch
 
 from recollect import CheckpointError
 from recollect._stores import files
-from recollect._stores.disk import DiskMedium
+from recollect._stores.disk import DiskMedium, _OnDisk
 from recollect._stores.links import PlainLink
 from recollect._stores.pool import Pool
 from recollect._stores.ranges import Ranges
+from recollect._stores.store import Store
 
 MIB = 2**20
 DEADLINE = 60
@@ -204,7 +205,7 @@ def run(script, *arguments, **options):
 
 SCRIPT = """
 import os, sys, time, torch
-from recollect._stores.disk import DiskMedium
+from recollect._stores.disk import DiskMedium, _OnDisk
 from recollect._stores.links import PlainLink
 
 link = PlainLink()
@@ -934,3 +935,36 @@ def test_a_pool_with_less_room_than_a_place_takes_takes_nothing():
     assert pool.take(10).size == 10
     with pytest.raises(AssertionError, match="somebody uses a block"):
         pool.start_over(10)
+
+
+# --- In a store ---
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(DiskMedium(str(tmp_path), 2**20, host_memory), ("cpu",), 0, None, None)
+
+
+def test_a_change_after_the_host_has_copied_is_no_concern_of_the_copy(store):
+    for step in range(3):
+        tensor = torch.randn(100)
+        before = tensor.clone()
+        ticket = store.put(tensor)
+        if step:
+            tensor.mul_(2)
+        assert torch.equal(store.get(ticket), before)
+        del ticket
+
+
+def test_what_fails_ahead_of_its_use_fails_for_who_asks_for_it(store, monkeypatch):
+    tensors = [torch.randn(100) for _ in range(2)]
+    tickets = [store.put(tensor) for tensor in tensors]
+
+    def fail(_):
+        raise OSError(errno.EIO, "no")
+
+    broken, fetch = tickets[0].copy.held, _OnDisk.fetch
+    monkeypatch.setattr(_OnDisk, "fetch", lambda held: fail(held) if held is broken else fetch(held))
+    assert torch.equal(store.get(tickets[1]), tensors[1])
+    with pytest.raises(OSError, match="no"):
+        store.get(tickets[0])

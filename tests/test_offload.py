@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from torch import nn
 import lazy_link
 import recollect
 from recollect import CheckpointError, Offload, Recompute, Save, by_name, offload_ops
-from recollect._stores import chosen, courses
+from recollect._stores import chosen, courses, media
+from recollect._stores import store as store_module
 from recollect._stores.pool import Pool
 from recollect._stores.ranges import Ranges
+from recollect._torch import top_hooks
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("lazy")
@@ -270,6 +273,19 @@ def test_a_graph_that_dies_and_errors_in_the_middle_leave_nothing(x):
     assert_as_plain(lambda: model(x), leaves_of(model, x))
 
 
+def test_a_copy_that_cannot_be_begun_leaves_nothing(lazy, x, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    model = transformer(layers=1)
+    with monkeypatch.context() as patch, everything():
+        patch.setattr(lazy, "copy_out", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+    assert_nothing_is_left()
+    assert_as_plain(lambda: model(x), leaves_of(model, x), steps=3)
+
+
 def test_micro_batches_between_each_other(x):
     model = transformer(layers=3)
     leaves = leaves_of(model, x)
@@ -309,6 +325,22 @@ def test_threads_share_a_store(x):
     for thread in threads:
         thread.join()
     assert problems == []
+
+
+def test_a_pass_that_ends_in_another_thread_takes_nothing_from_who_is_about_to_use_it(monkeypatch):
+    store = chosen.store_of(Offload(min_bytes=0))
+    tensor = torch.randn(100)
+    tickets = [store.put(tensor), store.put(tensor)]
+    take = media._FromHost.take
+
+    def take_late(incoming):
+        store._pass_ended()
+        return take(incoming)
+
+    monkeypatch.setattr(media._FromHost, "take", take_late)
+    for ticket in tickets:
+        assert torch.equal(store.get(ticket), tensor)
+    del ticket, tickets
 
 
 # --- What leaves, and how often ---
@@ -385,6 +417,58 @@ def test_an_operators_result_that_is_changed_afterwards_is_served_as_it_was(x, r
     assert recollect.offload_stats().bytes_out > 0
 
 
+def test_a_change_of_an_operators_result_is_seen_inside_of_the_mode_that_keeps_it(lazy, x):
+    lazy.chance = 0.0
+    w = torch.randn(16, 16, requires_grad=True)
+
+    def function(x):
+        h = (x.flatten(0, 1) @ w).relu_()
+        return (h @ w).sin_()
+
+    def policy(op, ctx):
+        return Offload(min_bytes=0) if op is aten.mm.default else None
+
+    assert_as_plain(
+        lambda: recollect.checkpoint(function, x, policy=policy), [x, w], contextlib.nullcontext, lambda: function(x)
+    )
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, everything])
+def test_a_change_that_is_seen_to_come_waits_for_the_copy_in_any_step(lazy, x, around):
+    lazy.chance = 0.0
+    w = torch.randn(16, 16, requires_grad=True)
+
+    def step(change):
+        def function(x):
+            h = x.flatten(0, 1) @ w
+            return (change(h[:4]) * 2 + h[4:8]).sin()
+
+        region = lambda: recollect.checkpoint(function, x, policy=policy)  # noqa: E731
+        assert_as_plain(region, [x, w], around, lambda: function(x), steps=1)
+
+    def policy(op, ctx):
+        return Offload(min_bytes=0) if op is aten.mm.default else None
+
+    for _ in range(5):
+        step(torch.relu)
+    for change in (torch.relu_, torch.relu, torch.Tensor.sin_):
+        step(change)
+
+
+def test_an_output_that_is_changed_before_its_copy_is_done_is_computed_again(lazy, x):
+    lazy.chance = 0.0
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 16))
+    plain = copy.deepcopy(model)
+    recollect.apply(model, {"": Recompute(), "0": Offload(min_bytes=0)})
+    for change in (False, False, True, True):
+        for one in (model, plain):
+            one[1].inplace = change
+        expected = gradients(lambda: plain(x), leaves_of(plain, x))
+        for got, wanted in zip(gradients(lambda: model(x), leaves_of(model, x)), expected, strict=True):
+            assert torch.equal(got, wanted)
+    assert recollect.offload_stats().bytes_out > 0
+
+
 def test_a_kept_result_that_is_changed_out_of_the_blue_is_no_error(lazy, x):
     """The mode that keeps it sees the change, and lets it wait."""
     lazy.chance = 0.0
@@ -399,6 +483,28 @@ def test_a_kept_result_that_is_changed_out_of_the_blue_is_no_error(lazy, x):
         changes = step in (2, 4)
         y = recollect.checkpoint(function, x.sin(), policy=policy).sum()
         assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(function(x.sin()).sum(), x)[0])
+
+
+def test_a_change_that_was_a_surprise_once_is_expected_from_then_on(lazy, x):
+    lazy.chance = 0.0
+
+    def step(change, then):
+        with everything():
+            h = x.sin()
+            y = h * h
+            if change:
+                with torch.no_grad():
+                    h.mul_(2)
+            for _ in range(then):
+                y = y.sin()
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    for _ in range(6):
+        step(False, 1)
+    with pytest.raises(CheckpointError, match="changed before its copy was done"):
+        step(True, 2)  # not the course that it began like
+    for _ in range(6):
+        assert torch.equal(step(True, 2), step(False, 2))
 
 
 def test_what_is_never_copied():
@@ -562,7 +668,77 @@ def test_a_step_of_another_kind_finds_its_own_course_again(x):
     assert len(store._courses) == 2
 
 
+def test_what_finds_no_memory_ahead_is_fetched_when_it_is_asked_for(lazy, x, monkeypatch):
+    model = transformer(layers=2)
+    expected = gradients(lambda: model(x), leaves_of(model, x))
+    store = chosen.store_of(everything()._decision)
+    empty, asking, is_ahead = lazy.empty, store._fetch_what_follows, []
+
+    def ask_ahead(*args):
+        is_ahead.append(True)
+        asking(*args)
+        is_ahead.clear()
+
+    def no_memory(size):
+        if is_ahead:
+            raise torch.OutOfMemoryError("no memory")
+        return empty(size)
+
+    monkeypatch.setattr(lazy, "empty", no_memory)
+    monkeypatch.setattr(store, "_fetch_what_follows", ask_ahead)
+    for _ in range(3):
+        for got, wanted in zip(gradients(lambda: model(x), leaves_of(model, x), everything), expected, strict=True):
+            assert torch.equal(got, wanted)
+    stats = recollect.offload_stats()
+    assert stats.prefetch_misses > 0
+    assert stats.bytes_in + stats.bytes_stayed >= stats.bytes_out
+
+
+def test_several_devices_share_the_bounds_and_compare_no_times(lazy, monkeypatch):
+    other = lazy_link.LazyLink(chance=0.0)
+    lazy.chance = 0.0
+    by_size = {1000: lazy, 2000: other}
+    monkeypatch.setattr(lazy_link.Moment, "elapsed_time", _of_one_device(lazy_link.Moment.elapsed_time))
+    store = chosen.store_of(Offload(min_bytes=0, in_flight=3000, ahead=3000))
+    for _ in range(4):
+        tensors = [torch.randn(size) for size in (1000, 2000) * 10]
+        tickets = []
+        for tensor in tensors:
+            link = by_size[tensor.numel()]
+            monkeypatch.setattr(store_module, "link_of", lambda _, link=link: link)
+            tickets.append(store.put(tensor))
+        for ticket, tensor in zip(reversed(tickets), reversed(tensors), strict=True):
+            assert torch.equal(store.get(ticket), tensor)
+        store.count_waits()
+        del ticket, tickets
+
+
+def _of_one_device(elapsed_time):
+    def elapsed(self, later):
+        assert self.link is later.link, "moments of two devices"
+        return elapsed_time(self, later)
+
+    return elapsed
+
+
 # --- What is learnt ---
+
+
+def test_nothing_is_learnt_before_all_streams_have_come_to_the_end(lazy):
+    lazy.chance = 0.0
+    memory = torch.zeros(8, dtype=torch.uint8)
+    late = lazy.copy_out(memory, memory, [])
+    past, reference = lazy.now(), None
+    for left, asked in (([late, past], [past, past]), ([past, past], [late, past])):
+        step = courses.Step(past, [])
+        for place in range(2):
+            step.add(reference, 8, past, left[place])
+        for place in (1, 0):
+            step.note_asking(place, asked[1 - place], None)
+        assert not step.is_over()
+    late.synchronize()
+    assert step.is_over()
+    assert step.learn(100, None) is not None
 
 
 def test_what_is_asked_for_too_soon_stays():
@@ -645,6 +821,38 @@ def test_marks_come_and_go_with_decisions():
     assert hooks() == [0, 0, 0]
     with recollect.apply(model, {"0": Save(), "1": Recompute()}):
         assert hooks() == [0, 0, 0]
+
+
+# --- What is left behind in the long run ---
+
+
+def test_memory_that_outlives_steps_and_is_changed_in_each_is_remembered_once():
+    batch, w = torch.empty(8, 8), torch.randn(8, 8, requires_grad=True)
+    for _ in range(20):
+        batch.copy_(torch.randn(8, 8))
+        with everything():
+            y = (batch @ w).sum()
+        y.backward()
+    (store,) = stores()
+    assert len(store._lasting) == 1
+
+
+def test_a_graph_that_stays_alive_lets_no_notes_grow_without_end(monkeypatch, x):
+    monkeypatch.setattr(courses, "_LONGEST", 100)
+    model = transformer(layers=1)
+    expected = gradients(lambda: model(x), leaves_of(model, x))
+    with everything():
+        alive = model(x).square().sum()
+    assert_as_plain(lambda: model(x), leaves_of(model, x), steps=20)
+    (store,) = stores()
+    for _ in range(20):
+        for got, wanted in zip(
+            torch.autograd.grad(alive, leaves_of(model, x), retain_graph=True), expected, strict=True
+        ):
+            assert torch.equal(got, wanted)
+    step = store._step
+    assert len(step.sizes) + len(step.askings) + len(step.stalls) <= 100 + 1
+    assert len(store._storages) == len(step.sizes)
 
 
 # --- Forms ---
@@ -792,6 +1000,35 @@ def test_it_can_be_entered_again_and_within_itself(x):
                 y = x.sin().exp()
             z = y.cos().sum()
         assert torch.equal(torch.autograd.grad(z, x)[0], torch.autograd.grad(x.sin().exp().cos().sum(), x)[0])
+
+
+def test_it_can_be_left_in_any_order(x):
+    one, other = everything(), everything()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert top_hooks() is not None
+    other.__exit__(None, None, None)
+    assert top_hooks() is None
+
+
+def test_threads_may_share_it_and_each_leaves_what_it_entered():
+    around = everything()
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for thread in (one, other):
+            thread.submit(around.__enter__).result()
+        for thread in (one, other):
+            thread.submit(around.__exit__, None, None, None).result()
+            assert thread.submit(top_hooks).result() is None
+
+
+def test_leaving_it_in_another_thread_is_an_error():
+    around = everything()
+    with around, ThreadPoolExecutor(1) as other:
+        left = other.submit(around.__exit__, None, None, None)
+        with pytest.raises(RuntimeError, match="left in a thread that has not entered it"):
+            left.result()
+    assert top_hooks() is None
 
 
 def test_under_the_compiler(x):

@@ -36,7 +36,7 @@ class CheckpointError(TorchsCheckpointError):
 
 
 class SavedTensorChangedError(CheckpointError):
-    """A recovered tensor was changed in place by the function itself."""
+    """A recovered tensor was changed in place by the function itself, or one in a store before it was copied."""
 
 
 # --- Words ---
@@ -488,12 +488,19 @@ def offloaded_tensor_changed() -> CheckpointError:
     )
 
 
-def changed_before_it_left() -> CheckpointError:
-    return CheckpointError(
+def offload_left_in_another_thread() -> RuntimeError:
+    return RuntimeError(
+        "recollect.offload was left in a thread that has not entered it. Hooks on saved tensors are a thread's own, so "
+        "leave it in the thread that entered it, which goes on offloading until then"
+    )
+
+
+def changed_before_it_left() -> SavedTensorChangedError:
+    return SavedTensorChangedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
         "was being offloaded was changed before its copy was done, so that the copy may be of either. Plain autograd "
-        "refuses a change of what it has saved too. In the next step the change waits for the copy; to be sure from the "
-        "first step on, use the out-of-place operator, or change a clone"
+        "refuses such a change of what it has saved. In the next step the change waits for the copy; to be sure from "
+        "the first step on, use the out-of-place operator, or change a clone"
     )
 
 

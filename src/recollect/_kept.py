@@ -120,9 +120,18 @@ class Kept:
             self._packed = copy_of(held)
             self._held = None
 
+    def is_copied_before_a_change(self) -> bool:
+        """Let a change in place that is about to come wait for the copy in a store; whether there is one."""
+        kept = self._in_a_store()
+        if kept is None or kept._store is None:
+            return False
+        kept._store.hold_back(kept._packed)
+        return True
+
     def also_held_by(self, alias: Tensor) -> None:
         """Watch another tensor over the same memory, which does not share the version counter."""
-        self._aliases += ((alias, version_of(alias)),)
+        if self._in_a_store() is None:
+            self._aliases += ((alias, version_of(alias)),)
 
     def is_reshaped(self) -> None:
         """The original is being given another shape in place: that counts as a version and leaves the values."""
@@ -131,18 +140,19 @@ class Kept:
         if held is not None:  # told to a region around, if it is the one that holds it
             held.expected_version = version_of(held) + 1  # type: ignore[attr-defined]
 
-    def let_it_leave(self) -> bool:
-        """The original is about to be changed: if a store is copying it, let the change wait. Whether there is one."""
-        if self._store is not None:
-            self._store.let_it_leave(self._packed)
-        return self._store is not None
-
     def memory(self) -> int | None:
-        """The key of the memory that is held here, or being copied, and that a change in place would reach, if any."""
-        if self._store is not None:
-            return self._store.memory_of(self._packed)
+        """The key of the memory that is held or being copied here and that a change would reach, if there is any."""
+        kept = self._in_a_store()
+        if kept is not None:
+            memory: int = kept._packed.copy.key[0]
+            return memory
         held = self._original()
         return None if held is None else storage_key(held)
+
+    def _in_a_store(self) -> Kept | None:
+        """Who has a copy in a store: this, or what the hooks around gave for it (those of `hooks_into`)."""
+        kept = self._packed if isinstance(self._packed, Kept) else self
+        return None if kept._store is None else kept
 
     def _original(self) -> Tensor | None:
         return self._held() if isinstance(self._held, weakref.ref) else self._held

@@ -8,6 +8,7 @@ region would have recomputed. Around regions it takes their inputs, which are wh
 from __future__ import annotations
 
 import os
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +18,7 @@ from recollect import _errors
 from recollect._engine.scope import here
 from recollect._kept import hooks_into
 from recollect._stores.chosen import store_of
-from recollect._torch import Hooks, never_begin, never_look_into, pop_hooks_of, push_hooks
+from recollect._torch import Hooks, never_begin, never_look_into, push_hooks, remove_hooks_of
 from recollect.policy import MIN_BYTES, Offload
 
 
@@ -25,7 +26,8 @@ class offload:  # noqa: N801 - it is used as a function is
     """Offload what autograd saves inside: the replacement of `torch.autograd.graph.save_on_cpu`.
 
     Copies go on beside the computation and come back ahead of their use. Parameters, buffers and small tensors are
-    never copied, and memory that several operators save is copied once. May be entered again and again.
+    never copied, and memory that several operators save is copied once. May be entered again and again, by
+    several threads too: it is about what is saved by the thread that entered it.
 
     Args:
         min_bytes: As for `recollect.Offload`, like the others.
@@ -61,19 +63,25 @@ class offload:  # noqa: N801 - it is used as a function is
             ahead=ahead,
             directory=directory,
         )
-        self._entered: list[Any] = []
+        self._entered: dict[int, list[Any]] = {}  # by thread, for hooks are a thread's own
 
     @never_look_into
     def __enter__(self) -> None:
         pack, unpack = _outside_of_replays(hooks_into(store_of(self._decision), _errors.offloaded_tensor_changed))
         push_hooks(pack, unpack)
-        self._entered.append(pack)
+        self._entered.setdefault(threading.get_ident(), []).append(pack)
 
     @never_look_into
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        pop_hooks_of(self._entered.pop())
+        entered = self._entered.get(threading.get_ident())
+        if entered is None:
+            raise _errors.offload_left_in_another_thread()
+        pack = entered.pop()
+        if not entered:
+            del self._entered[threading.get_ident()]
+        remove_hooks_of(pack)  # wherever they are: generators may leave what they entered in any order
 
     def __repr__(self) -> str:
         return f"recollect.offload: {self._decision!r}"

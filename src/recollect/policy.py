@@ -107,8 +107,8 @@ class Offload:
         min_bytes: Smaller tensors stay where they are. Sizes are numbers of bytes or strings such as "1 GiB".
         max_host_bytes: With "cpu", how much memory of the host may be used in all; what finds no more room stays on the
             device. By default half of what is free when it is first used.
-        in_flight: How much may be on its way out at a time, and so waits on the device for its copy: then the
-            program waits too. By default a 32nd of the device's memory.
+        in_flight: How much may be on its way out at a time, and so waits on the device for its copy: then the device
+            waits, and with "disk" the program too. By default a 32nd of the device's memory.
         ahead: How much may be back on the device ahead of its use. By default a 32nd of the device's memory.
         directory: With "disk", where; by default where the system has its temporary files. The files have no
             names there and are gone with the process.

@@ -254,7 +254,7 @@ class Changes:
         places = running_statistics(operator, args, kwargs) if kind.statistics else kind.written
         written = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
         for one in self._over(written):
-            if one.let_it_leave():
+            if one.is_copied_before_a_change():
                 continue
             if kind.reshapes:
                 one.is_reshaped()

@@ -1,9 +1,9 @@
 """What one step shows for the next: in which order copies are asked for, when, and what that means for fetching.
 
-A step begins with a copy while no other is alive. Copies are numbered by it: their places. A place may also be a mere
-mark, of no bytes, that backward comes by. Steps of a training are alike, so the places of one, in the order in which
-they were asked for, with the time that the device computed in between and the time that copies took, are the course
-that the next is expected to take. From it follows
+A step begins with a copy while no other is alive, or when the one before has become too long to be one. Copies are
+numbered by it: their places. A place may also be a mere mark, of no bytes, that backward comes by. Steps of a training
+are alike, so the places of one, in the order in which they were asked for, with the time that the device computed in
+between and the time that copies took, are the course that the next is expected to take. From it follows
 
 - what is fetched ahead: at each asking, what would come too late if it were begun at the next one only. So nothing
   comes back much earlier than it has to, and memory is used for little of it at a time;
@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from recollect._stores.links import Moment
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _LOOKED_AT = 256  # how many places ahead, at most
 _SPARE, _SPARE_MS = 0.02, 0.5  # no two steps are alike to the millisecond
+_LONGEST = 2**16  # of all that is noted of a step
 
 
 class Course:
@@ -133,6 +134,18 @@ class Step:
         if self.course is not None and not self.course.goes_on(place, size):
             self.course = next((one for one in self._courses if one.begins_like(self.sizes)), None)
 
+    def note_asking(self, place: int, moment: Moment, journey: Journey | None) -> None:
+        if not self.is_full():
+            self.askings.append((place, moment, journey))
+
+    def note_stall(self, moment: Moment, awaited: Awaited) -> None:
+        if not self.is_full():
+            self.stalls.append((moment, awaited))
+
+    def is_full(self) -> bool:
+        """Whether it is too long to be a step: some graph stays alive, or is gone through again and again."""
+        return len(self.sizes) + len(self.askings) + len(self.stalls) >= _LONGEST
+
     def note_change(self, place: int) -> None:
         """What was copied has been changed in place: the next step has to expect it."""
         self.changed.add(place)
@@ -148,9 +161,9 @@ class Step:
 
     def is_over(self) -> bool:
         """Whether the device has come to the end of it."""
-        # From the end: what is not past yet is found there first, if it was not on another stream.
-        askings = (moment for _, moment, _ in reversed(self.askings))
-        return all(moment.query() for moments in (askings, reversed(self.left)) for moment in moments)
+        # All of them, for they are of several streams; the last first, which nearly always are the last to be past.
+        moments = chain(reversed(self.left), (moment for _, moment, _ in reversed(self.askings)))
+        return all(moment.query() for moment in moments)
 
     def learn(self, ahead: int, rate: float | None) -> Course | None:
         """The course that it took; None if nothing was asked for. `rate` is for a step in which nothing came back."""

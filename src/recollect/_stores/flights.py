@@ -6,6 +6,7 @@ that the copy is done, and it may be far ahead of the device. The stream is told
 
 - when a step before has shown that the copy is done by then, so that nothing waits in fact;
 - when the host sees that it is done;
+- when somebody is about to change it, and says so;
 - when more bytes are in flight than may be: then the stream waits, and memory does not grow.
 
 For memory of another stream than the one that is told, the allocator takes care (`record_stream` in `links.py`).
@@ -78,6 +79,16 @@ class Flights:
                 landed.append(flight)
             self._land_first()
         return landed
+
+    def land_one(self, copy: Copy) -> list[Flight]:
+        """Let the stream wait for one copy, if it has not landed; gives its flight."""
+        flights = [flight for flight in self._flying if flight.copy() is copy]
+        for flight in flights:
+            flight.hold_back()
+            self._flying.remove(flight)
+            self._bytes -= flight.size
+            flight.land()
+        return flights
 
     def land_what_is_too_much(self, bound: int) -> list[Flight]:
         """Let streams wait for the first ones, until the others are within bounds; gives those that are waited for."""

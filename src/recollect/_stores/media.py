@@ -123,7 +123,11 @@ class HostMedium:
         block = self.pool.take(source.numel())
         if block is None:
             return None
-        left = link.copy_out(source, block.memory, [begun or link.now(), *block.free_after()])
+        try:
+            left = link.copy_out(source, block.memory, [begun or link.now(), *block.free_after()])
+        except BaseException:
+            block.give_back()
+            raise
         block.is_used_until(left, (link.device, "out"))
         return _OnHost(block, link, left)
 

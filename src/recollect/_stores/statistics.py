@@ -31,9 +31,9 @@ class OffloadStats:
         waited_seconds: How long devices waited: for a copy that came back too late, or because as much as `in_flight`
             allows was on its way out.
         pinned_bytes: The memory of the host that is held for copies now.
-        peak_pinned_bytes: The most of it that was in use at a time.
+        peak_pinned_bytes: The most of it that was in use at a time, added up over all kinds of `Offload` in use.
         pinned_allocations: How often memory was taken from the system for it.
-        prefetch_hits: How often something was asked for that was back already, or on its way.
+        prefetch_hits: How often something was asked for that had stayed, was back already, or on its way.
         prefetch_misses: How often it was not.
     """
 

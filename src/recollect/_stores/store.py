@@ -2,9 +2,10 @@
 
 Rules.
 - What is put is what the tensor was at that moment. A change in place afterwards must wait for the copy, but nobody can
-  be made to wait who is not known beforehand. So in its first step a store lets the current stream wait for every
-  copy, and later for those alone that were changed in the step before; a change that was not expected, and came
-  before the copy was seen to be done, is an error when the tensor is asked for.
+  be made to wait who is not known beforehand (who does, calls `hold_back`). So in its first step a store lets the
+  current stream wait for every copy, and later for those alone that were changed in the step before; a change that was
+  not expected, and came before the copy was seen to be done, is an error when the tensor is asked for, and expected
+  from then on.
 - A storage that is put twice at the same version is copied once, and what comes back are views of one memory. A change
   that moves no version (through `.data`, or by a kernel that does not tell) is not seen, as autograd does not see it.
 - Not taken, and left to the caller: parameters, buffers and views of them, whatever was there after the step before
@@ -42,6 +43,7 @@ from recollect._stores.statistics import Counts
 from recollect._torch import (
     StorageReference,
     at_end_of_pass,
+    detach_below_autograd,
     graph_task_id,
     has_plain_memory,
     modules_being_called,
@@ -73,6 +75,8 @@ class Copy:
         "place",
         "size",
         "source",
+        "step",
+        "storage",
         "taken",
         "tickets",
         "version",
@@ -80,16 +84,19 @@ class Copy:
     )
 
     def __init__(
-        self, key: Key, tensor: Tensor, held: Held, link: Link, size: int, place: int, graves: deque[_Grave]
+        self, key: Key, tensor: Tensor, held: Held, link: Link, size: int, step: Step, graves: deque[_Grave]
     ) -> None:
         self.key = key
+        # As long as this is held, the storage's identity, which the key has, is not another's.
+        self.storage = StorageReference(tensor.untyped_storage())
         self.version = version_of(tensor)
         self.watch = _without_values(tensor)
         self.is_sure = False  # that no change in place could reach it
         self.link = link
         self.held = held
         self.size = size
-        self.place = place
+        self.step = step
+        self.place = len(step.sizes)
         self.tickets = 0
         self.taken = 0  # how many of them have come for what is on the device
         self.incoming: Incoming | None = None
@@ -151,10 +158,13 @@ class Store:
         self._courses: list[Course] = []
         self._steps = 0
         self._changes = False  # whether anything was ever changed in place after it was copied
+        self._surprises: set[tuple[int, int]] = set()  # places and sizes of what was changed and not expected to be
         self._storages: list[tuple[Key, StorageReference]] = []  # of this step's copies
-        self._lasting: dict[Key, StorageReference] = {}  # at a version that outlived a step
+        # At the version that outlived a step, the last of each storage: one that is changed in every step has many.
+        self._lasting: dict[int, tuple[Key, StorageReference]] = {}
         self._pass = -1
         self._waits: deque[tuple[Moment, Awaited]] = deque()  # of which is not known yet how long they were
+        self._counted_at = 1000  # when there are more of them, they are counted
 
     # --- Out ---
 
@@ -167,7 +177,7 @@ class Store:
             return None
         with self._lock, out_of_sight():
             self._bury()
-            if not self._alive:
+            if self._step is None or not self._alive or self._step.is_full():
                 self._begin_step(link)
             elif self._ended is not None:
                 self._learn()
@@ -199,8 +209,8 @@ class Store:
         return None if reference is None else reference()
 
     def _copy(self, tensor: Tensor, link: Link, storage: Key, *, is_whole: bool) -> Copy | None:
-        lasting = self._lasting.get(storage)
-        if lasting is not None and not lasting.expired():
+        lasting = self._lasting.get(storage[0])
+        if lasting is not None and lasting[0] == storage:
             return None
         source = whole_storage(tensor) if is_whole else values_alone(tensor)
         size = source.numel()
@@ -213,8 +223,7 @@ class Store:
         step = self._step
         assert step is not None
         key = storage if is_whole else _key_of_part(storage, tensor)
-        place = len(step.sizes)
-        copy = Copy(key, tensor, held, link, size, place, self._graves)
+        copy = Copy(key, tensor, held, link, size, step, self._graves)
         reference = self._copies[key] = weakref.ref(copy)
         self._alive += 1
         self.counts.bytes_out += size
@@ -222,38 +231,41 @@ class Store:
             copy.source = tensor.detach()
             self.counts.bytes_stayed += size
             self._count_ahead(copy)
-        self._begin_flight(Flight(copy, stream, held.left, source), begun)
+        self._begin_flight(Flight(copy, stream, held.left, source), begun, size)
         step.is_on_one_device &= not step.copies or self._link is link
         self._link = link
         step.add(reference, size, begun, held.left)
-        # As long as this is held, the storage's identity, which the key has, is not another's.
-        self._storages.append((storage, StorageReference(tensor.untyped_storage())))
+        self._storages.append((storage, copy.storage))
         return copy
 
-    def _begin_flight(self, flight: Flight, moment: Moment) -> None:
-        course, place = None if self._step is None else self._step.course, flight.place
+    def _begin_flight(self, flight: Flight, moment: Moment, size: int) -> None:
+        course, place, link = None if self._step is None else self._step.course, flight.place, flight.link
         landed = self._flights.land_what_has_left(-1 if course is None else course.gone_by(place))
-        if (self._changes or self._steps == 1) if course is None else place in course.changed:
+        waits = (self._changes or self._steps == 1) if course is None else place in course.changed
+        if waits or (place, size) in self._surprises:
             flight.hold_back()
             flight.land()
             landed.append(flight)
         else:
             self._flights.begin(flight)
-            landed += self._flights.land_what_is_too_much(self._bound(self._in_flight, flight.link))
-        self._note_waits(moment, landed)
+            self._flights.land_what_has_left()  # the host's own memory has left at once
+            landed += self._flights.land_what_is_too_much(self._bound(self._in_flight, link))
+        self._note_landed(link, moment, landed)
 
-    def memory_of(self, ticket: Ticket) -> int | None:
-        """The key of the storage that a ticket's tensor has, as long as a change of it in place could spoil the copy."""
-        memory: int = ticket.copy.key[0]
-        return None if ticket.copy.is_sure else memory
-
-    def let_it_leave(self, ticket: Ticket) -> None:
-        """The tensor of a ticket is about to be changed by the current stream: let that wait for the copy."""
-        copy = ticket.copy
+    def hold_back(self, ticket: Ticket) -> None:
+        """The tensor of a ticket is about to be changed in place: let that wait for the copy."""
+        copy, link = ticket.copy, ticket.copy.link
         with self._lock:
-            if not copy.is_sure:
-                copy.link.hold_back(copy.held.left, copy.link.current_stream())
-                copy.is_sure = True
+            moment = link.now()
+            link.hold_back(copy.held.left, link.current_stream())  # which need not be the one that it was copied on
+            self._note_landed(link, moment, self._flights.land_one(copy))
+
+    def _land_what_has_left(self, link: Link, last_place: int) -> None:
+        self._note_landed(link, link.now(), self._flights.land_what_has_left(last_place))
+
+    def _note_landed(self, link: Link, moment: Moment, landed: list[Flight]) -> None:
+        # The moments of two devices have no time between them.
+        self._note_waits(moment, [flight for flight in landed if flight.link is link])
 
     # --- In ---
 
@@ -271,9 +283,9 @@ class Store:
         source, incoming, moment = copy.source, copy.incoming, copy.link.now()
         if copy.is_changed():
             self._changes = True
-            if self._step is not None:
-                self._step.note_change(copy.place)
+            copy.step.note_change(copy.place)
             if not copy.is_sure:
+                self._surprises.add((copy.place, copy.size))
                 raise _errors.changed_before_it_left()
             source = None
         if incoming is not None and version_of(incoming.memory):  # changed in place by who got it before
@@ -287,24 +299,22 @@ class Store:
             if incoming is None:
                 incoming = copy.incoming = self._fetch(copy)
             self._note_waits(moment, [incoming.journey])
-        if self._step is not None:
-            journey = incoming.journey if source is None and incoming is not None else None
-            self._step.askings.append((copy.place, moment, journey))
+        journey = incoming.journey if source is None and incoming is not None else None
+        copy.step.note_asking(copy.place, moment, journey)
         copy.taken += 1
         if copy.taken >= copy.tickets:
             self._let_go(copy)
         copy.asked_in = self._note_pass()
-        self._fetch_what_follows(copy.place)
+        self._fetch_what_follows(copy.step, copy.place)
         return source, incoming
 
-    def _fetch_what_follows(self, place: int) -> None:
-        step = self._step
-        course = None if step is None else step.course
+    def _fetch_what_follows(self, step: Step, place: int) -> None:
         if self._link is not None:
+            course = step.course if step is self._step else None  # all flights are of the step that goes on
             gone = -1 if course is None else course.gone_when_asked_for(place)
-            self._note_waits(self._link.now(), self._flights.land_what_has_left(gone))
-        for later in () if step is None else step.after(place):
-            reference = step.copies[later] if step is not None and later < len(step.copies) else None
+            self._land_what_has_left(self._link, gone)
+        for later in step.after(place):
+            reference = step.copies[later] if later < len(step.copies) else None
             copy = None if reference is None else reference()
             if copy is not None and not self._fetch_ahead(copy):
                 return
@@ -325,13 +335,17 @@ class Store:
         bound = self._bound(self._ahead, copy.link)
         if self._ahead_bytes and self._ahead_bytes + copy.size > bound:
             return False
-        copy.incoming = self._fetch(copy)
+        try:
+            copy.incoming = self._fetch(copy)
+        except Exception:  # too little memory, a failed write: that is for who asks for it, if anybody does
+            return False
         self._count_ahead(copy)
         return True
 
     def _fetch(self, copy: Copy) -> Incoming:
+        incoming = copy.held.fetch()
         self.counts.bytes_in += copy.size
-        return copy.held.fetch()
+        return incoming
 
     def _count_ahead(self, copy: Copy) -> None:
         copy.is_ahead = True
@@ -352,15 +366,17 @@ class Store:
 
         For parts of a model that put nothing here between parts that do.
         """
+        nodes = [one.grad_fn for one in results if one.grad_fn is not None]
+        if self._link is None or not nodes or not self._link.can_be_used_now():
+            return
         with self._lock:
             self._bury()
             step, link = self._step, self._link
-            nodes = [one.grad_fn for one in results if one.grad_fn is not None]
-            if not self._alive or step is None or link is None or not nodes or not link.can_be_used_now():
+            if not self._alive or step is None:
                 return
             place, moment = len(step.sizes), link.now()
             if step.course is not None:
-                self._note_waits(moment, self._flights.land_what_has_left(step.course.gone_by(place)))
+                self._land_what_has_left(link, step.course.gone_by(place))
             step.add(None, 0, moment, moment)
         nodes[0].register_prehook(functools.partial(self._comes_by, weakref.ref(step), place))
 
@@ -368,9 +384,9 @@ class Store:
         with self._lock, out_of_sight():
             self._bury()
             if self._step is not None and self._step is step() and self._link is not None:
-                self._step.askings.append((place, self._link.now(), None))
+                self._step.note_asking(place, self._link.now(), None)
                 self._note_pass()
-                self._fetch_what_follows(place)
+                self._fetch_what_follows(self._step, place)
 
     def _note_pass(self) -> int:
         task = graph_task_id()
@@ -391,16 +407,20 @@ class Store:
             for reference in self._step.copies:
                 copy = None if reference is None else reference()
                 if copy is not None and copy.incoming is not None and (copy.taken or is_guess):
-                    copy.incoming.abandon()
+                    if not copy.taken:  # else somebody uses it, or is about to in another thread
+                        copy.incoming.abandon()
                     self._let_go(copy)
 
     def _begin_step(self, link: Link) -> None:
-        """The first copy while none is alive."""
-        if self._step is not None and (len(self._step.sizes) <= _LARGE or self._steps % _LEARN_EVERY == 0):
+        """The first copy while none is alive, or while some stay alive for so long that it can be no step."""
+        is_learnt = self._step is not None and (len(self._step.sizes) <= _LARGE or self._steps % _LEARN_EVERY == 0)
+        if is_learnt and not self._alive:
             self._ended = self._step
         self._steps += 1
         self._lasting = {
-            key: storage for key, storage in (*self._lasting.items(), *self._storages) if not storage.expired()
+            key[0]: (key, storage)
+            for key, storage in (*self._lasting.values(), *self._storages)
+            if not storage.expired()
         }
         self._storages = []
         self._flights.land_all()
@@ -442,9 +462,10 @@ class Store:
         for awaited in all_awaited[-1:]:
             self._waits.append((moment, awaited))
             if self._step is not None:
-                self._step.stalls.append((moment, awaited))
-        if len(self._waits) > 1000:
+                self._step.note_stall(moment, awaited)
+        if len(self._waits) > self._counted_at:
             self.count_waits()
+            self._counted_at = 2 * len(self._waits) + 1000  # or a host far ahead of the device would count all the time
 
     def count_waits(self) -> None:
         """Add up how long the device waited for what came too late, as far as that is known by now."""
@@ -462,7 +483,7 @@ class Store:
 
 def _without_values(tensor: Tensor) -> Tensor:
     """What shares the version counter of a tensor, and holds none of its memory."""
-    watch = tensor.detach()
+    watch = detach_below_autograd(tensor)
     nothing = _nothing.get((tensor.dtype, tensor.device))
     if nothing is None:
         nothing = _nothing[tensor.dtype, tensor.device] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
