@@ -507,6 +507,20 @@ def test_a_change_that_was_a_surprise_once_is_expected_from_then_on(lazy, x):
         assert torch.equal(step(True, 2), step(False, 2))
 
 
+@pytest.mark.parametrize("shape", ["around", "module", "in a region"])
+def test_noise_that_is_saved_before_it_is_drawn(x, shape):
+    model = nn.Sequential(nn.Linear(16, 16), nn.RReLU(), nn.Linear(16, 16), nn.RReLU())
+    plain = copy.deepcopy(model)
+    if shape != "around":
+        offloaded = {"1": Offload(min_bytes=0), "3": Offload(min_bytes=0)}
+        recollect.apply(model, offloaded if shape == "module" else {"": Recompute(), **offloaded})
+    around = everything if shape == "around" else contextlib.nullcontext
+    for _ in range(4):
+        expected = gradients(lambda: plain(x), leaves_of(plain, x))
+        for got, wanted in zip(gradients(lambda: model(x), leaves_of(model, x), around), expected, strict=True):
+            assert torch.equal(got, wanted)
+
+
 def test_what_is_never_copied():
     class Model(nn.Module):
         def __init__(self):
@@ -540,7 +554,7 @@ def test_small_tensors_and_those_of_other_kinds_stay():
 
 
 def test_what_outlives_a_step_unchanged_is_not_copied_again():
-    mask, x = torch.randn(16, 16), torch.randn(16, 16, requires_grad=True)
+    mask, x = torch.randn(16, 16).mul_(2), torch.randn(16, 16, requires_grad=True)
     copied = []
     for _ in range(3):
         before = recollect.offload_stats().bytes_out

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recollect._inputs import by_hand, copy_of, with_stride
 from recollect._stores.store import Store
-from recollect._torch import Hooks, storage_key, version_of
+from recollect._torch import Hooks, may_be_unfilled, storage_key, version_of
 
 
 class Slot(int):
@@ -163,13 +163,21 @@ def without_history(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_leaf and tensor._base is None else tensor.detach()
 
 
+def is_written(tensor: Tensor) -> bool:
+    """Whether a tensor that is being packed has its values: else a copy must not be made yet (`may_be_unfilled`).
+
+    It is enough to be sure of those that need grad, or were written to before: the others are constants, alive anyway.
+    """
+    return tensor.requires_grad or by_hand.packing or version_of(tensor) > 0 or not may_be_unfilled(tensor)
+
+
 def hooks_into(store: Store, changed: Callable[[], Exception]) -> Hooks:
     """Saved-tensor hooks that keep everything in a store; `changed` makes the error about what the store did not take
     and was changed in place.
     """
 
     def pack(tensor: Tensor) -> Kept:
-        return Kept(tensor, store=store)
+        return Kept(tensor, store=store) if is_written(tensor) else Kept(without_history(tensor))
 
     def unpack(kept: Kept) -> Tensor:
         if kept.is_changed():

@@ -37,7 +37,7 @@ from recollect._inputs import (
     versions_of,
     with_stride,
 )
-from recollect._kept import Kept, Slot, hooks_into, without_history
+from recollect._kept import Kept, Slot, hooks_into, is_written, without_history
 from recollect._steps import ByCode
 from recollect._stores.chosen import store_of
 from recollect._stores.store import Store
@@ -333,7 +333,9 @@ def hooks_inside(
             watch(tensor, "kept" if store is None else "offloaded")
         if around is not None:
             return Kept(tensor, hooks=around)
-        return Kept(tensor if store is not None else without_history(tensor), store=store)
+        if store is not None and is_written(tensor):
+            return Kept(tensor, store=store)
+        return Kept(without_history(tensor))
 
     def unpack(packed: Any) -> Tensor:
         if isinstance(packed, Slot):
