@@ -274,6 +274,7 @@ class _Tags:
         self._otherwise = otherwise  # a drop-in policy, for what `policy` leaves open
         self._named: dict[int, Decision | None] = {}  # by number: each call of a named region is asked about once
         self._answers: dict[Any, list[Any]] = {}  # in order: torch 2.11 asks again in the replay
+        self._calls: dict[Any, int] = {}  # how often the policy was asked about each operator
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         if ctx.is_recompute:
@@ -300,7 +301,11 @@ class _Tags:
                 _say("offload")
             return _save_unless_free(op)
         kind = selective.kinds[op]
-        decision = None if kind.is_passed_over(args, kwargs) else self._ask(op, Question(args, kwargs, path))
+        decision = None
+        if not kind.is_passed_over(args, kwargs):
+            call = self._calls.get(op, 0)
+            self._calls[op] = call + 1
+            decision = self._ask(op, Question(args, kwargs, path, call))
         if decision is None and self._otherwise is not None:
             return _drop_in_tag(self._otherwise, ctx, op, *args, **kwargs)
         if decision is None or not kind.is_kept:

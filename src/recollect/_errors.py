@@ -136,6 +136,26 @@ def not_a_bool(argument: str, value: object, or_else: str | None = None) -> Type
     return TypeError(f"{argument} must be {allowed}, got {describe_value(value)}")
 
 
+def not_a_loss(value: object) -> TypeError:
+    return TypeError(
+        "step must return the loss: a tensor with one element that requires grad, "
+        f"got {describe_tensor(value) if isinstance(value, Tensor) else describe_value(value)}"
+    )
+
+
+def nothing_to_decide(model: str) -> ValueError:
+    return ValueError(
+        f"there is nothing to plan for in {model}: autograd saves nothing in its modules that could be let go of. Is it "
+        "in training, with parameters that require grad, and called by the step?"
+    )
+
+
+def plan_of_another_model(model: str, differences: Sequence[str]) -> ValueError:
+    shown = "".join(f"\n  {one}" for one in differences[:12])
+    more = f"\n  and {len(differences) - 12} more" if len(differences) > 12 else ""
+    return ValueError(f"the plan was made for another model than this one ({model} then). This one{shown}{more}")
+
+
 def unexpected_keywords(names: Sequence[str], allowed: Sequence[str] = ()) -> ValueError:
     instead = f". What is taken: {', '.join(allowed)}" if allowed else ""
     return ValueError("Unexpected keyword arguments: " + ",".join(names) + instead)

@@ -25,3 +25,14 @@ def bytes_of(argument: str, value: Any) -> int:
         if match and unit is not None:
             return int(float(match[1]) * unit)
     raise _errors.not_a_size(argument, value)
+
+
+def human(amount: float) -> str:
+    """`512 B`, `4.0 KiB`."""
+    if amount < 1024:
+        return f"{amount:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        amount /= 1024
+        if amount < 1023.95:  # or it would be shown as 1024.0
+            return f"{amount:.1f} {unit}"
+    return f"{amount / 1024:.1f} TiB"

@@ -30,6 +30,7 @@ from recollect._ambient import RandomState
 from recollect._checkpoint import RUN_LATER, PolicyLike, checked_options, refuse_to_run_later
 from recollect._engine.frame import run_region
 from recollect._inputs import find_tensors
+from recollect._sizes import human
 from recollect._torch import (
     accelerator_module,
     function_nodes,
@@ -38,7 +39,7 @@ from recollect._torch import (
     without_torch_function,
 )
 from recollect._watcher import Row, Saving, Watcher, memory_of
-from recollect.policy import Decision, Policy, Question
+from recollect.policy import ByCall, Decision, Policy, Question
 
 # By their claims on memory, and what a row with the decision is, in words.
 _DECISIONS = {
@@ -111,7 +112,7 @@ class Explanation:
         return f"What autograd saves in {self.function}"
 
     def _total(self) -> str:
-        amounts = ", ".join(f"{decision} {_human(amount)}" for decision, amount in self.totals.items())
+        amounts = ", ".join(f"{decision} {human(amount)}" for decision, amount in self.totals.items())
         return f"Totals, each storage once and without parameters: {amounts}"
 
 
@@ -122,22 +123,11 @@ def _cells(row: Row) -> tuple[str, ...]:
     decision = f"{row.decision} (output)" if row.is_output and row.decision == "recomputed" else row.decision
     line = row.line.removeprefix(os.getcwd() + os.sep)
     words = (str(_as_lists(row.shape)), row.dtype, decision, row.operator, row.region, row.module, line)
-    return (_human(row.bytes), *(word or "-" for word in words))
+    return (human(row.bytes), *(word or "-" for word in words))
 
 
 def _as_lists(shape: Any) -> Any:
     return [_as_lists(part) for part in shape] if isinstance(shape, tuple) else shape
-
-
-def _human(amount: float) -> str:
-    """`512 B`, `4.0 KiB`."""
-    if amount < 1024:
-        return f"{amount:.0f} B"
-    for unit in ("KiB", "MiB", "GiB"):
-        amount /= 1024
-        if amount < 1023.95:  # or it would be shown as 1024.0
-            return f"{amount:.1f} {unit}"
-    return f"{amount / 1024:.1f} TiB"
 
 
 class _Named(Policy):
@@ -148,7 +138,7 @@ class _Named(Policy):
     def __init__(self, policy: Policy | None) -> None:
         self._policy = policy
 
-    def operators(self) -> Mapping[Any, Decision] | None:
+    def operators(self) -> Mapping[Any, Decision | ByCall] | None:
         return {} if self._policy is None else self._policy.table
 
     def decides_names(self) -> bool:
@@ -242,9 +232,9 @@ def _rows(watcher: Watcher, storages: dict[Any, _Storage]) -> tuple[Row, ...]:
 def _verdict(decisions: set[str], dropped: int, added: int, needs_grad: bool) -> str:
     """What a region saves; if nothing, why."""
     if dropped > added:
-        says = f"Checkpointing this function saves {_human(dropped - added)}"
+        says = f"Checkpointing this function saves {human(dropped - added)}"
         if added:
-            says += f": {_human(dropped)} that autograd saves is let go of, {_human(added)} {_ADDED}"
+            says += f": {human(dropped)} that autograd saves is let go of, {human(added)} {_ADDED}"
         return says + "."
     if not decisions:
         why = "the backward of its operators needs no tensor" if needs_grad else "nothing in it needs grad"
@@ -254,7 +244,7 @@ def _verdict(decisions: set[str], dropped: int, added: int, needs_grad: bool) ->
         which = f"{', '.join(most)} or {last}" if most else last
         why = f"everything that autograd saves in it is {which}, and stays alive anyway"
     else:
-        why = f"{_human(dropped)} that autograd saves is let go of, but {_human(added)} {_ADDED}"
+        why = f"{human(dropped)} that autograd saves is let go of, but {human(added)} {_ADDED}"
     return f"Checkpointing this function saves nothing: {why}."
 
 

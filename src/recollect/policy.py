@@ -161,6 +161,28 @@ Decision: TypeAlias = Save | Recompute | Offload
 DECISIONS = (Save, Recompute, Offload)
 
 
+@dataclass(frozen=True, slots=True)
+class ByCall:
+    """Decisions for an operator by the number of its call in a region, and one for all other calls of it.
+
+    Numbers count the calls of this very overload, from 0 on.
+    """
+
+    calls: Mapping[int, Decision]
+    otherwise: Decision | None = None
+
+    def at(self, call: int) -> Decision | None:
+        return self.calls.get(call, self.otherwise)
+
+    def before(self, other: Decision | ByCall | None) -> ByCall:
+        """This one, and the other for what it leaves open."""
+        if self.otherwise is not None or other is None:
+            return self
+        if isinstance(other, ByCall):
+            return ByCall({**other.calls, **self.calls}, other.otherwise)
+        return ByCall(self.calls, other)
+
+
 def checked_decision(decision: Any, who: str) -> Decision | None:
     """`decision`, if it is one or None."""
     if decision is None or isinstance(decision, DECISIONS):
@@ -176,11 +198,15 @@ def checked_decision(decision: Any, who: str) -> Decision | None:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What a policy is told besides the operator or the name: the call's arguments, and the named region around it."""
+    """What a policy is told besides the operator or the name: the call's arguments, and the named region around it.
+
+    `call` is the number of this call among those of the same operator in the region, from 0 on.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     path: str
+    call: int = 0
 
 
 class Policy:
@@ -189,12 +215,12 @@ class Policy:
     # Once it has matched something, or its user was told that it did not.
     settled = False
 
-    def operators(self) -> Mapping[Any, Decision] | None:
+    def operators(self) -> Mapping[Any, Decision | ByCall] | None:
         """All the operators that it decides, with the decisions; None if it has to be asked about every call."""
         return {}
 
     @functools.cached_property
-    def table(self) -> Mapping[Any, Decision] | None:
+    def table(self) -> Mapping[Any, Decision | ByCall] | None:
         """`operators()`, made once."""
         return self.operators()
 
@@ -222,15 +248,16 @@ class Policy:
 
 
 class Operators(Policy):
-    def __init__(self, decisions: Mapping[Any, Decision], label: str) -> None:
+    def __init__(self, decisions: Mapping[Any, Decision | ByCall], label: str) -> None:
         self._decisions = decisions
         self._label = label
 
-    def operators(self) -> Mapping[Any, Decision]:
+    def operators(self) -> Mapping[Any, Decision | ByCall]:
         return self._decisions
 
     def decide(self, what: Any, question: Question) -> Decision | None:
-        return self._decisions.get(what) if not isinstance(what, str) else None
+        decision = self._decisions.get(what) if not isinstance(what, str) else None
+        return decision.at(question.call) if isinstance(decision, ByCall) else decision
 
     def __reduce__(self) -> Any:  # operators themselves cannot be pickled
         by_name = {str(operator): decision for operator, decision in self._decisions.items()}
@@ -249,7 +276,7 @@ class Operators(Policy):
         return self._label
 
 
-def _operators_by_name(decisions: Mapping[str, Decision], label: str) -> Operators:
+def _operators_by_name(decisions: Mapping[str, Decision | ByCall], label: str) -> Operators:
     return Operators({operator_from_name(name): decision for name, decision in decisions.items()}, label)
 
 
@@ -322,13 +349,16 @@ class _FirstOf(Policy):
             part for policy in policies for part in (policy._policies if isinstance(policy, _FirstOf) else [policy])
         ]
 
-    def operators(self) -> Mapping[Any, Decision] | None:
-        together: dict[Any, Decision] = {}
+    def operators(self) -> Mapping[Any, Decision | ByCall] | None:
+        together: dict[Any, Decision | ByCall] = {}
         for policy in reversed(self._policies):
             decisions = policy.operators()
             if decisions is None:
                 return None
-            together.update(decisions)
+            for operator, decision in decisions.items():
+                together[operator] = (
+                    decision.before(together.get(operator)) if isinstance(decision, ByCall) else decision
+                )
         return together
 
     def decides_names(self) -> bool:
@@ -363,8 +393,16 @@ def as_policy(policy: Any) -> Policy:
 # --- Making them ---
 
 
-def _decided(function: str, operators: tuple[Any, ...], decision: Decision) -> Policy:
-    found: dict[Any, Decision] = {}
+def _decided(
+    function: str, operators: tuple[Any, ...], decision: Decision, calls: Iterable[int] | None = None
+) -> Policy:
+    decides: Decision | ByCall = decision
+    words = list(map(str, operators))
+    if calls is not None:
+        numbers = _checked_calls(calls)
+        decides = ByCall(dict.fromkeys(numbers, decision))
+        words.append(f"calls={numbers!r}")
+    found: dict[Any, Decision | ByCall] = {}
     for operator in operators:
         overloads = overloads_of(operator)
         if not overloads:
@@ -372,19 +410,31 @@ def _decided(function: str, operators: tuple[Any, ...], decision: Decision) -> P
                 f"{function} takes operators, such as torch.ops.aten.mm (all its overloads) or "
                 f"torch.ops.aten.mm.default, got {_errors.describe_value(operator)}" + _errors.operator_hint(operator)
             )
-        found.update(dict.fromkeys(overloads, decision))
+        found.update(dict.fromkeys(overloads, decides))
     if not found:
         raise TypeError(f"{function} takes at least one operator, such as torch.ops.aten.mm, got none")
-    return Operators(found, f"recollect.{function}({', '.join(map(str, operators))})")
+    return Operators(found, f"recollect.{function}({', '.join(words)})")
 
 
-def save_ops(*operators: Any, on_mutation: str = "error") -> Policy:
+def _checked_calls(calls: Any) -> list[int]:
+    numbers = list(calls) if isinstance(calls, Iterable) and not isinstance(calls, (str, bytes)) else [None]
+    if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
+        raise TypeError(
+            "calls must be numbers of calls, such as [0, 2] for the first and the third, "
+            f"got {_errors.describe_value(calls)}"
+        )
+    return numbers
+
+
+def save_ops(*operators: Any, on_mutation: str = "error", calls: Iterable[int] | None = None) -> Policy:
     """Keep the outputs of these operators.
 
     Args:
         *operators: Operators (`torch.ops.aten.mm.default`), packets, which mean all their overloads
             (`torch.ops.aten.mm`), or higher-order operators.
         on_mutation: As for `Save`.
+        calls: Only these of the calls of each overload in a region, counted from 0: `[0, 2]` are the first and the
+            third. By default all.
 
     Returns:
         A policy.
@@ -397,14 +447,15 @@ def save_ops(*operators: Any, on_mutation: str = "error") -> Policy:
         >>> y = recollect.checkpoint(lambda x: (x.sin() @ w).sin(), x, policy=policy)
         >>> y.sum().backward()  # runs sin again, and not the product
     """
-    return _decided("save_ops", operators, Save(on_mutation))
+    return _decided("save_ops", operators, Save(on_mutation), calls)
 
 
-def offload_ops(*operators: Any) -> Policy:
+def offload_ops(*operators: Any, calls: Iterable[int] | None = None) -> Policy:
     """Keep the outputs of these operators on the host.
 
     Args:
         *operators: As for `save_ops`.
+        calls: As for `save_ops`.
 
     Returns:
         A policy.
@@ -413,7 +464,7 @@ def offload_ops(*operators: Any) -> Policy:
         >>> import torch, recollect
         >>> policy = recollect.offload_ops(torch.ops.aten.mm)
     """
-    return _decided("offload_ops", operators, Offload())
+    return _decided("offload_ops", operators, Offload(), calls)
 
 
 def by_name(decisions: Mapping[str, Decision]) -> Policy:

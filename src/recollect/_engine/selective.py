@@ -60,7 +60,7 @@ from recollect._torch import (
     written_arguments,
 )
 from recollect._verify import user_code
-from recollect.policy import Decision, Offload, Policy, Question, Recompute, Save, SaveOrCopy
+from recollect.policy import ByCall, Decision, Offload, Policy, Question, Recompute, Save, SaveOrCopy
 
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame
@@ -288,7 +288,7 @@ class Keeping(OperatorMode):
     ) -> None:
         super().__init__()
         self._policy = policy
-        self._table: Mapping[Any, Decision] | None = policy.table
+        self._table: Mapping[Any, Decision | ByCall] | None = policy.table
         self._scope = scope
         self._kept = kept
         self._decisions = decisions
@@ -310,11 +310,13 @@ class Keeping(OperatorMode):
                 self._changes.writes(func, kind, args, kwargs)
             return func(*args, **kwargs)
         table, policy = self._table, self._policy
-        decision = table.get(func) if table is not None else self._decide(func, args, kwargs)
+        found = table.get(func) if table is not None else self._decide(func, args, kwargs)
+        decision = found.at(len(self._kept[func])) if isinstance(found, ByCall) else found
+        is_counted = table is None or isinstance(found, ByCall)
         if not policy.settled:
             self.seen.add(func)
             policy.settled = decision is not None and policy.counts(decision)
-        if not kind.is_kept or kind.is_unwritten or (decision is None and table is not None):
+        if not kind.is_kept or kind.is_unwritten or (decision is None and not is_counted):
             if kind.writes:
                 self._changes.writes(func, kind, args, kwargs)
             result = func(*args, **kwargs)
@@ -338,7 +340,7 @@ class Keeping(OperatorMode):
             return None
         if not self._scope.following:
             try:
-                decision = ask(self._scope, self._policy, func, args, kwargs)
+                decision = ask(self._scope, self._policy, func, args, kwargs, call=len(decisions[func]))
             except TypeError as error:
                 self.refused = error  # torch takes a TypeError in an operator such as `@` for "not implemented"
                 raise
@@ -392,7 +394,9 @@ class Serving(OperatorMode):
         return hand_out(func, kept, self._fetched, again=self._again)
 
 
-def ask(scope: Scope, policy: Policy, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
+def ask(
+    scope: Scope, policy: Policy, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, call: int = 0
+) -> Decision | None:
     """A policy's decision. What a policy computes or draws for it is seen by no region: replays do not ask again."""
     random_state = get_cpu_state()
     alone = scope.around is None and scope.trace is None and scope.recorder is None
@@ -400,7 +404,7 @@ def ask(scope: Scope, policy: Policy, what: Any, args: tuple[Any, ...], kwargs: 
     grad_is_on = torch.is_grad_enabled()
     set_grad_enabled(False)  # autograd would save for what it computes
     try:
-        return policy.decide(what, Question(args, kwargs, scope.path))
+        return policy.decide(what, Question(args, kwargs, scope.path, call))
     finally:
         set_grad_enabled(grad_is_on)
         for mode in paused:

@@ -1,0 +1,205 @@
+"""Training steps of a model that leave nothing behind: run, weighed and timed.
+
+A step is a forward, which gives a loss, and its backward. Everything that it changes is put back when measuring has
+ended: gradients, buffers, random generators. No optimizer is touched, and no parameter changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from recollect import _errors
+from recollect._ambient import RandomState
+from recollect._calls import hooks_on
+from recollect._generators import others
+from recollect._inputs import Arguments, find_tensors
+from recollect._meters import Clock, Meter, RealClock, Roofline, gpu_of, meter_of
+from recollect._torch import own_tensors
+
+Step = Callable[[Any, Any], Tensor]
+START, FORWARD, BETWEEN, LOSS, BACKWARD, END = "start", "forward", "between", "loss", "backward", "end"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A moment of a step: what begins there, of which block, and the bytes alive then and at most until the next."""
+
+    what: str
+    block: int | None
+    now: int
+    peak: int
+
+
+def sum_of_outputs(model: Any, batch: Any) -> Tensor:
+    """The default step: call the model on a batch; its `loss` if it gives one, else the sum of all that it gives."""
+    if isinstance(batch, dict):
+        outputs = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        outputs = model(*batch)
+    else:
+        outputs = model(batch)
+    loss = getattr(outputs, "loss", None)
+    if isinstance(loss, Tensor):
+        return loss
+    tensors = [one for one in find_tensors((outputs,), {})[0] if one.requires_grad]
+    if not tensors:
+        raise ValueError(
+            "step: the outputs of the model do not require grad, so there is no training step to measure. Is the model "
+            "frozen, or in inference mode?"
+        )
+    total: Tensor = sum(one.float().sum() for one in tensors)  # type: ignore[assignment]
+    return total
+
+
+class Bench:
+    """A model, a batch and a step, on one device."""
+
+    def __init__(self, model: Module, batch: Any, step: Step | None, gpu: str | None) -> None:
+        self.model = model
+        self.batch = batch
+        self._step = sum_of_outputs if step is None else step
+        self.device = _device_of(model)
+        self.is_estimated = self.device.type == "meta"
+        self.gpu = gpu_of(gpu or "H100") if self.is_estimated else None
+        self.clock: Clock = RealClock(self.device) if self.gpu is None else Roofline(self.gpu)
+        self.outside = find_tensors((batch,), {})[0]
+        self.meter: Meter = meter_of(self.device, [*model.parameters(), *model.buffers(), *self.outside])
+        arguments: Arguments = ((batch,), {})
+        self._random = RandomState.now([*model.parameters()][:1])
+        self._others = [(source.put, source.read()) for source in others(arguments)]
+
+    # --- Steps ---
+
+    def start_anew(self) -> None:
+        """Put random generators where they were, and let go of gradients."""
+        self._random.put()
+        for put, state in self._others:
+            put(state)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def forward(self) -> Tensor:
+        """The loss."""
+        self.start_anew()
+        loss = self._step(self.model, self.batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise _errors.not_a_loss(loss)
+        return loss
+
+    def train(self) -> None:
+        """A step."""
+        self.forward().backward()
+
+    def seconds(self, repeats: int) -> float:
+        """How long a step takes: the median."""
+        self.train()
+        return statistics.median(self.clock.seconds(self.train, 1) for _ in range(1 if self.is_estimated else repeats))
+
+    def weigh(self, blocks: Sequence[Module]) -> list[Mark]:
+        """A step, moment by moment, given the blocks in the order of their calls. The last mark is the end."""
+        self.start_anew()
+        gc.collect()
+        with self.meter.watching():
+            line = _Line(self.meter, blocks)
+            with hooks_on(blocks, line.forward, line.after):
+                loss = self.forward()
+            line.mark(LOSS)
+            loss.backward()
+            del loss
+            line.mark(END)
+        self.start_anew()
+        return line.marks
+
+    @contextlib.contextmanager
+    def leaving_nothing(self) -> Iterator[None]:
+        """Put everything back that steps change."""
+        gradients = [(one, one.grad) for one in self.model.parameters() if one.grad is not None]
+        held = [(one, None if grad is None else _aside(grad)) for one, grad in gradients]
+        del gradients
+        buffers = [
+            (own, name, tensor, _aside(tensor))
+            for module in self.model.modules()
+            for own in own_tensors(module)[1:]
+            for name, tensor in own.items()
+            if isinstance(tensor, Tensor)
+        ]
+        try:
+            yield
+        finally:
+            self.start_anew()
+            with torch.no_grad():
+                for own, name, tensor, before in buffers:
+                    own[name] = tensor
+                    if not tensor.is_meta:
+                        tensor.copy_(before)
+            for parameter, grad in held:
+                parameter.grad = None if grad is None else grad.to(parameter.device)
+
+
+def _aside(tensor: Tensor) -> Tensor:
+    """A copy on the host, where it takes none of the device's memory."""
+    return tensor.detach().clone() if tensor.device.type in ("cpu", "meta") else tensor.detach().to("cpu")
+
+
+def _device_of(model: Module) -> torch.device:
+    sizes: dict[torch.device, int] = {}
+    for parameter in model.parameters():
+        sizes[parameter.device] = sizes.get(parameter.device, 0) + parameter.numel()
+    if not sizes:
+        raise ValueError(f"model has no parameters, so there is nothing to train: {type(model).__name__}")
+    return max(sizes, key=lambda device: sizes[device])
+
+
+class _Line:
+    """Notes what is alive as a step goes on."""
+
+    def __init__(self, meter: Meter, blocks: Sequence[Module]) -> None:
+        self._meter = meter
+        self._waiting: dict[int, list[int]] = {}
+        for number, block in enumerate(blocks):
+            self._waiting.setdefault(id(block), []).append(number)
+        self._open: list[int] = []
+        self.marks: list[Mark] = []
+        meter.reset()
+        self._begun: tuple[str, int | None, int] = (START, None, meter.now())
+
+    def mark(self, what: str, block: int | None = None) -> None:
+        """Something else begins."""
+        self.marks.append(Mark(*self._begun, self._meter.peak()))
+        self._meter.reset()
+        self._begun = (what, block, self._meter.now())
+        if what == END:
+            self.marks.append(Mark(*self._begun, self._meter.now()))
+
+    def forward(self, module: Module, _: Arguments) -> None:
+        waiting = self._waiting[id(module)]
+        number = waiting.pop(0) if waiting else -1
+        self._open.append(number)
+        if number >= 0:
+            self.mark(FORWARD, number)
+
+    def after(self, module: Module, result: Any) -> None:
+        number = self._open.pop()
+        if number < 0:
+            return
+        outputs = [one for one in find_tensors((result,), {})[0] if one.requires_grad]
+        self.mark(BETWEEN, number)
+        begun = False
+
+        def backward(_: Tensor) -> None:
+            nonlocal begun
+            if not begun:
+                begun = True
+                self.mark(BACKWARD, number)
+
+        for output in outputs:
+            output.register_hook(backward)

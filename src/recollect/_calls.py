@@ -1,0 +1,238 @@
+"""Which modules a step calls, what autograd saves in each call, and which of the calls a plan decides about: blocks.
+
+One forward is watched. What autograd wants to save is noted and let go of, so that looking takes no more memory than
+the forward itself.
+
+Blocks are calls that do not contain each other. A model is taken apart from the outside until its parts are small
+beside the whole, or have no parts themselves: the layers of a transformer, the bottlenecks of a ResNet. Blocks are of
+one kind if they cannot be told apart by class, shapes and what is saved in them; then one of them is measured for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module, Sequential
+
+from recollect._ambient import Part, capture
+from recollect._decided import why_not
+from recollect._engine.pinned import is_recomputing
+from recollect._inputs import Arguments, find_tensors, rebuild
+from recollect._torch import storage_key
+
+# A call that holds more than this share of all that is saved is taken apart, if it has parts.
+_LARGE = 0.25
+# Its parts have to hold at least so much of it: else what matters is what the module does itself.
+_COVERED = 0.5
+# Below this share of all that is saved nothing is worth deciding about.
+_SMALL = 0.002
+
+
+@dataclass(eq=False)
+class Call:
+    """A call of a module in a step."""
+
+    name: str
+    module: Module
+    parent: Call | None = None
+    signature: tuple[Any, ...] = ()
+    inputs: tuple[int, ...] = ()  # the memory of its arguments, in order
+    parts: list[Call] = field(default_factory=list)
+    saved: dict[int, int] = field(default_factory=dict)  # the memory that autograd saves in it, and bytes
+    shapes: list[Any] = field(default_factory=list)  # of what is saved, in order
+
+    def bytes(self) -> int:
+        """What a region of it would let go of."""
+        return sum(size for one, size in self.saved.items() if one not in self.inputs)
+
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for calls that cannot be told apart."""
+        weights = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in self.module.named_parameters())
+        return type(self.module), weights, self.module.training, self.signature, tuple(self.shapes)
+
+
+class _Memory:
+    """Storages by numbers which are not given to another one later, as addresses are."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, int] = {}
+        self._next = 0
+
+    def __call__(self, tensor: Tensor) -> int:
+        key = storage_key(tensor)
+        if key not in self._numbers:
+            self._next += 1
+            self._numbers[key] = self._next
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                weakref.finalize(tensor.untyped_storage(), self._numbers.pop, key, None)
+        return self._numbers[key]
+
+
+def signature_of(arguments: Arguments) -> tuple[Any, ...]:
+    """What there is to tell about arguments but for their values."""
+    args, kwargs = arguments
+    return tuple(
+        (where, value.shape, value.dtype, value.requires_grad)
+        if isinstance(value, Tensor)
+        else (where, type(value), tuple(one.shape for one in find_tensors((value,), {})[0]))
+        for where, value in (*enumerate(args), *kwargs.items())
+    )
+
+
+@contextlib.contextmanager
+def hooks_on(
+    modules: Iterable[Module], before: Callable[[Module, Arguments], None], after: Callable[[Module, Any], None]
+) -> Iterator[None]:
+    """Have functions called before and after every call of the modules, which is not one of a replay."""
+
+    def pre(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not is_recomputing():
+            before(module, (args, kwargs))
+
+    def post(module: Module, args: tuple[Any, ...], result: Any) -> None:
+        if not is_recomputing():
+            after(module, result)
+
+    with contextlib.ExitStack() as stack:
+        for module in {id(module): module for module in modules}.values():
+            stack.callback(module.register_forward_pre_hook(pre, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(post, always_call=True).remove)
+        yield
+
+
+def watch_calls(model: Module, outside: Iterable[Tensor], forward: Callable[[], object]) -> tuple[Call, frozenset[int]]:
+    """The tree of calls in a forward, whose root is the forward itself; and the memory that is there all the time.
+
+    `outside` are tensors that were there before, besides those of the model.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    memory = _Memory()
+    weights = {memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    there = frozenset(weights | set(map(memory, outside)))
+    root = Call("", model)
+    open_calls = [root]
+
+    def before(module: Module, arguments: Arguments) -> None:
+        given = tuple(map(memory, find_tensors(*arguments)[0]))
+        call = Call(names[id(module)], module, open_calls[-1], signature_of(arguments), given)
+        open_calls[-1].parts.append(call)
+        open_calls.append(call)
+
+    def after(module: Module, result: Any) -> None:
+        while len(open_calls) > 1 and open_calls.pop().module is not module:
+            pass  # calls inside of it that ended by an exception which somebody has caught
+
+    def pack(tensor: Tensor) -> Any:
+        one = memory(tensor)
+        if one in weights:
+            return
+        size = tensor.numel() * tensor.element_size()
+        with contextlib.suppress(RuntimeError, NotImplementedError):
+            size = tensor.untyped_storage().nbytes()
+        for call in open_calls:
+            call.saved[one] = size
+            call.shapes.append((tensor.shape, tensor.dtype))
+
+    with hooks_on(model.modules(), before, after), saved_tensors_hooks(pack, _unpack):
+        forward()
+    return root, there
+
+
+def _unpack(_: Any) -> Tensor:
+    raise RuntimeError("there is a backward inside of the forward")
+
+
+def find_blocks(root: Call) -> list[Call]:
+    """The calls that a plan decides about, in the order of the forward."""
+    total = root.bytes()
+    found: list[Call] = []
+
+    def take(call: Call) -> None:
+        size = call.bytes()
+        if size <= _SMALL * total:
+            return
+        parts = [part for part in call.parts if part.bytes() > 0]
+        is_large = size > _LARGE * total or isinstance(call.module, Sequential)
+        is_covered = sum(part.bytes() for part in parts) >= _COVERED * size
+        can_be_decided = call.parent is not None and why_not(call.module, may_be_lazy=False) is None
+        if parts and (not can_be_decided or (is_large and is_covered)):
+            for part in parts:
+                take(part)
+        elif can_be_decided:
+            found.append(call)
+
+    take(root)
+    return found
+
+
+# --- Calls that are made again ---
+
+
+@dataclass(eq=False)
+class Sample:
+    """A call of a block that can be made again by itself: its arguments, and what was around it."""
+
+    module: Module
+    arguments: Arguments
+    shared: frozenset[int]  # identities of tensors among them that live on whatever becomes of the block
+    around: Sequence[Part]
+
+    def fresh(self) -> Arguments:
+        """Arguments as a step gives them: results of others, which nobody else holds."""
+        made: dict[int, Tensor] = {}
+
+        def renew(tensor: Tensor) -> Tensor:
+            if id(tensor) in self.shared:
+                return tensor
+            if id(tensor) not in made:
+                made[id(tensor)] = tensor.clone()
+            return made[id(tensor)]
+
+        renewed: Arguments = rebuild(self.arguments, Tensor, renew)
+        return renewed
+
+    def leaves(self) -> list[Tensor]:
+        """What gradients can be asked for."""
+        tensors = [*find_tensors(*self.arguments)[0], *self.module.parameters()]
+        return list({id(one): one for one in tensors if one.requires_grad}.values())
+
+
+def take_samples(
+    forward: Callable[[], object], blocks: Sequence[Call], there: frozenset[int], wanted: Container[int]
+) -> dict[int, Sample]:
+    """Run a forward once more, and hold on to what some of the blocks are given, by number."""
+    numbers: dict[int, list[int]] = {}
+    for number, block in enumerate(blocks):
+        numbers.setdefault(id(block.module), []).append(number)
+    uses = Counter(one for block in blocks for one in set(block.inputs))
+    samples: dict[int, Sample] = {}
+
+    def before(module: Module, arguments: Arguments) -> None:
+        waiting = numbers[id(module)]
+        number = waiting.pop(0) if waiting else -1
+        if number in wanted:
+            is_shared = [one in there or uses[one] > 1 for one in blocks[number].inputs]
+            samples[number] = _sample(module, arguments, is_shared)
+
+    with (
+        hooks_on((block.module for block in blocks), before, lambda module, result: None),
+        saved_tensors_hooks(lambda tensor: None, _unpack),
+    ):
+        forward()
+    return samples
+
+
+def _sample(module: Module, arguments: Arguments, is_shared: Sequence[bool]) -> Sample:
+    tensors = find_tensors(*arguments)[0]
+    around = capture(tensors, preserve_rng_state=False, arguments=arguments)
+    held: dict[int, Tensor] = {id(one): one.detach().requires_grad_(one.requires_grad) for one in tensors}
+    shared = {id(held[id(one)]) for one, lives_on in zip(tensors, is_shared, strict=True) if lives_on}
+    kept: Arguments = rebuild(arguments, Tensor, lambda tensor: held[id(tensor)])
+    return Sample(module, kept, frozenset(shared), around)

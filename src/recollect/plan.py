@@ -1,0 +1,321 @@
+"""A plan: a decision for each block of a model, made from a profile and a budget. Plain data, which can be kept in a file.
+
+What this is not: nothing is measured here, and nothing is run. `fit.py` makes plans and holds them to their word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from torch.nn import Module
+
+from recollect import _errors
+from recollect._bench import Mark
+from recollect._candidates import keep_calls
+from recollect._sizes import human
+from recollect._solver import Solution
+from recollect._torch import operator_from_name
+from recollect.modules import Handle, apply
+from recollect.policy import ByCall, Decision, Offload, Operators, Recompute, Save, SaveOrCopy
+from recollect.profile import Profile, full_names
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step takes: bytes at its peak, and seconds."""
+
+    peak: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan decides about one block.
+
+    Attributes:
+        name: Of the module.
+        module: Its class.
+        choice: The decision in words.
+        decisions: By full names of modules.
+        kept: Bytes that it holds from its forward to its backward.
+        saved: What it would hold if it were kept.
+        seconds: What the decision adds to a step.
+        out: Bytes that go to the host and come back.
+    """
+
+    name: str
+    module: str
+    choice: str
+    decisions: Mapping[str, Decision]
+    kept: int
+    saved: int
+    seconds: float
+    out: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions for the blocks of a model. Print it, `apply` it, `save` it, look at its `report`.
+
+    Attributes:
+        model: The class that it is for.
+        shapes: Of the model's parameters, by name: it is for no other.
+        device: Where it was measured.
+        budget: Bytes that a step may have at its peak, None if the plan was made for a time.
+        blocks: What is decided.
+        plain: A step without any decisions; predicted if it did not fit.
+        predicted: A step under the plan, before it was run.
+        measured: The same, run; None if it was not.
+        gap: By what share the time that is added may be longer than the shortest possible, by these predictions.
+        is_estimated: Whether nothing was run, and times are those of a GPU on paper.
+        frontier: Other plans: their peaks and times, predicted.
+        plain_marks: The moments of a step without decisions, if there was one.
+        marks: The moments of a step under the plan.
+        notes: What there is to say about it.
+    """
+
+    model: str
+    shapes: Mapping[str, tuple[int, ...]]
+    device: str
+    budget: int | None
+    blocks: tuple[Planned, ...]
+    plain: Step
+    predicted: Step
+    measured: Step | None
+    gap: float
+    is_estimated: bool
+    frontier: tuple[Step, ...] = ()
+    plain_marks: tuple[Mark, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def decisions(self) -> dict[str, Decision]:
+        """By names of modules, as `recollect.apply` takes them."""
+        return {name: decision for block in self.blocks for name, decision in block.decisions.items()}
+
+    def apply(self, model: Module, **options: Any) -> Handle:
+        """Have a model decided by the plan.
+
+        Args:
+            model: The model that the plan was made for, or one with the same modules and parameters.
+            **options: As for `recollect.apply`.
+
+        Returns:
+            The handle of `recollect.apply`.
+        """
+        if not isinstance(model, Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {_errors.describe_value(model)}")
+        self._check(model)
+        decisions = self.decisions()
+        if not decisions:
+            return Handle(model, [], [])
+        there = {name for name, _ in model.named_modules(remove_duplicate=False)}
+        missing = [name for name in decisions if name not in there]
+        if missing:
+            raise _errors.plan_of_another_model(self.model, [f"has no module {name}" for name in missing])
+
+        def by_the_plan(name: str, module: Module) -> Decision | None:
+            return decisions.get(name)
+
+        return apply(model, by_the_plan, **options)
+
+    def _check(self, model: Module) -> None:
+        now = shapes_of(model)
+        differences = [
+            *(f"has no parameter {name} {list(shape)}" for name, shape in self.shapes.items() if name not in now),
+            *(
+                f"has a parameter {name} {list(shape)} besides"
+                for name, shape in now.items()
+                if name not in self.shapes
+            ),
+            *(
+                f"has {name} of shape {list(now[name])} instead of {list(shape)}"
+                for name, shape in self.shapes.items()
+                if name in now and now[name] != tuple(shape)
+            ),
+        ]
+        if differences:
+            raise _errors.plan_of_another_model(self.model, differences)
+
+    # --- As data ---
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as dicts, lists, strings and numbers, fit for JSON."""
+        made = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        made["version"] = _VERSION
+        made["shapes"] = {name: list(shape) for name, shape in self.shapes.items()}
+        made["blocks"] = [
+            {
+                **{field.name: getattr(block, field.name) for field in dataclasses.fields(block)},
+                "decisions": {name: _encode(decision) for name, decision in block.decisions.items()},
+            }
+            for block in self.blocks
+        ]
+        for name in ("plain", "predicted", "measured"):
+            one = getattr(self, name)
+            made[name] = None if one is None else dataclasses.asdict(one)
+        for name in ("frontier", "plain_marks", "marks"):
+            made[name] = [dataclasses.asdict(one) for one in getattr(self, name)]
+        made["notes"] = list(self.notes)
+        return made
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """What `to_dict` gave."""
+        version = data.get("version") if isinstance(data, dict) else None
+        if version != _VERSION:
+            raise ValueError(f"a plan of version {_VERSION} is expected, got {_errors.describe_value(version)}")
+        try:
+            given = {field.name: data[field.name] for field in dataclasses.fields(cls)}
+            given["shapes"] = {name: tuple(shape) for name, shape in given["shapes"].items()}
+            given["blocks"] = tuple(
+                Planned(**{**block, "decisions": {name: _decode(one) for name, one in block["decisions"].items()}})
+                for block in given["blocks"]
+            )
+            for name in ("plain", "predicted", "measured"):
+                given[name] = None if given[name] is None else Step(**given[name])
+            given["frontier"] = tuple(Step(**one) for one in given["frontier"])
+            for name in ("plain_marks", "marks"):
+                given[name] = tuple(Mark(**one) for one in given[name])
+            given["notes"] = tuple(given["notes"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not a plan, or a damaged one: {type(error).__name__}: {error}") from error
+        return cls(**given)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, as JSON."""
+        text = json.dumps(self.to_dict(), indent=1)
+        temporary = f"{os.fspath(path)}.{os.getpid()}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:  # a reader sees the old plan or the new one
+            file.write(text)
+        os.replace(temporary, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read what `save` wrote."""
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        try:
+            return cls.from_dict(json.loads(text))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)} cannot be used as a plan: {error}") from error
+
+    # --- In words ---
+
+    def __str__(self) -> str:
+        rows = [("modules", "decision", "held", "of", "time added")]
+        for first, last, count, held, saved, seconds in _grouped(self.blocks):
+            names = first.name or "the model" if count == 1 else f"{first.name} ... {last.name} ({count})"
+            rows.append((names, first.choice, human(held), human(saved), f"{1e3 * seconds:.1f} ms"))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [self._title()]
+        for row in rows:
+            cells = [
+                cell.rjust(width) if n > 1 else cell.ljust(width)
+                for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        lines += [
+            f"{name:9}  peak {human(one.peak):>10}  step {1e3 * one.seconds:9.1f} ms" for name, one in self._steps()
+        ]
+        return "\n".join([*lines, *self.notes])
+
+    def _title(self) -> str:
+        goal = "the least memory within a time" if self.budget is None else f"a budget of {human(self.budget)}"
+        how = "estimated, nothing was run" if self.is_estimated else f"measured on {self.device}"
+        return f"A plan for {self.model}, for {goal}; {how}"
+
+    def _steps(self) -> Iterator[tuple[str, Step]]:
+        yield "plain", self.plain
+        yield "predicted", self.predicted
+        if self.measured is not None:
+            yield "measured", self.measured
+
+    def __repr__(self) -> str:
+        return (
+            f"<Plan for {self.model}: {len(self.blocks)} blocks, peak {human((self.measured or self.predicted).peak)}>"
+        )
+
+
+def _grouped(blocks: Sequence[Planned]) -> Iterator[tuple[Planned, Planned, int, int, int, float]]:
+    """Blocks that stand together and are treated alike: the first, the last, how many, and what they hold and cost."""
+    for _, run in groupby(blocks, key=lambda block: (block.module, block.choice)):
+        group = list(run)
+        held, saved = sum(one.kept for one in group), sum(one.saved for one in group)
+        yield group[0], group[-1], len(group), held, saved, sum(one.seconds for one in group)
+
+
+def shapes_of(model: Module) -> dict[str, tuple[int, ...]]:
+    """What tells a model from another one."""
+    return {name: tuple(one.shape) for name, one in model.named_parameters()}
+
+
+def planned(profile: Profile, solution: Solution) -> tuple[Planned, ...]:
+    """What a solution means for the blocks of a profile; calls of one module are one block."""
+    found: dict[str, Planned] = {}
+    for number, (name, choice) in enumerate(zip(profile.blocks, solution.chosen, strict=True)):
+        option, keep = profile.option(number, choice), profile.option(number, 0)
+        before = found.get(name)
+        found[name] = Planned(
+            name,
+            profile.kinds[profile.kind_of[number]].module,
+            option.name,
+            full_names({name: option.decisions}),
+            option.kept + (before.kept if before else 0),
+            keep.kept + (before.saved if before else 0),
+            option.seconds + (before.seconds if before else 0.0),
+            option.out + (before.out if before else 0),
+        )
+    return tuple(found.values())
+
+
+# --- Decisions as data ---
+
+
+def _encode(decision: Decision) -> dict[str, Any]:
+    if isinstance(decision, Offload):
+        return {
+            "decision": "offload",
+            **{one.name: getattr(decision, one.name) for one in dataclasses.fields(decision)},
+        }
+    if isinstance(decision, Save):
+        return {"decision": "save"}
+    made: dict[str, Any] = {"decision": "recompute"}
+    if decision.inputs is not None:
+        made["inputs"] = _encode(decision.inputs)
+    if decision.policy is not None:
+        made["keep"] = _encode_policy(decision.policy)
+    return made
+
+
+def _encode_policy(policy: Any) -> dict[str, Any]:
+    table = policy.operators() if isinstance(policy, Operators) else None
+    if not table or not all(isinstance(one, ByCall) and one.otherwise is None for one in table.values()):
+        raise TypeError(f"a plan keeps operators call by call, and cannot hold the policy {policy!r}")
+    return {str(operator): sorted(one.calls) for operator, one in table.items()}
+
+
+def _decode(data: Mapping[str, Any]) -> Decision:
+    rest = {name: value for name, value in data.items() if name != "decision"}
+    kind = data["decision"]
+    if kind == "save":
+        return Save(**rest)
+    if kind == "offload":
+        return Offload(**rest)
+    if kind != "recompute":
+        raise _errors.not_one_of("decision", kind, ("save", "recompute", "offload"))
+    inputs = rest.get("inputs")
+    keep = rest.get("keep")
+    policy = None
+    if keep is not None:
+        decided = {operator_from_name(name): ByCall(dict.fromkeys(calls, SaveOrCopy())) for name, calls in keep.items()}
+        policy = keep_calls(decided)
+    return Recompute(policy=policy, inputs=None if inputs is None else _decode(inputs))  # type: ignore[arg-type]
