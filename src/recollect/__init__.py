@@ -10,14 +10,19 @@ from recollect._generators import register_generator, unregister_generator
 from recollect._patch import patch_torch
 from recollect._stores.chosen import offload_stats
 from recollect.explain import explain
+from recollect.fit import BudgetError, Frontier, frontier, plan
 from recollect.modules import apply, unapply
 from recollect.offload import offload
+from recollect.plan import Plan
 from recollect.policy import Offload, Recompute, Save, by_name, offload_ops, save_ops
 
 __version__ = "0.1.0"
 __all__ = [
+    "BudgetError",
     "CheckpointError",
+    "Frontier",
     "Offload",
+    "Plan",
     "Recompute",
     "Save",
     "apply",
@@ -25,6 +30,7 @@ __all__ = [
     "checkpoint",
     "composable",
     "explain",
+    "frontier",
     "is_recomputing",
     "offload",
     "offload_ops",
@@ -32,6 +38,7 @@ __all__ = [
     "once",
     "patch_torch",
     "pin",
+    "plan",
     "policies",
     "region",
     "register_generator",

@@ -22,7 +22,7 @@ from recollect._ambient import RandomState
 from recollect._calls import hooks_on
 from recollect._generators import others
 from recollect._inputs import Arguments, find_tensors
-from recollect._meters import Clock, Meter, RealClock, Roofline, gpu_of, meter_of
+from recollect._meters import Clock, Meter, RealClock, Roofline, as_on_gpu, gpu_of, meter_of
 from recollect._torch import own_tensors
 
 Step = Callable[[Any, Any], Tensor]
@@ -133,7 +133,8 @@ class Bench:
             if isinstance(tensor, Tensor)
         ]
         try:
-            yield
+            with as_on_gpu() if self.is_estimated else contextlib.nullcontext():
+                yield
         finally:
             self.start_anew()
             with torch.no_grad():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +57,7 @@ class Call:
         return type(self.module), weights, self.module.training, self.signature, tuple(self.shapes)
 
 
-class _Memory:
+class Memory:
     """Storages by numbers which are not given to another one later, as addresses are."""
 
     def __init__(self) -> None:
@@ -113,7 +112,7 @@ def watch_calls(model: Module, outside: Iterable[Tensor], forward: Callable[[], 
     `outside` are tensors that were there before, besides those of the model.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    memory = _Memory()
+    memory = Memory()
     weights = {memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
     there = frozenset(weights | set(map(memory, outside)))
     root = Call("", model)
@@ -205,21 +204,22 @@ class Sample:
 
 
 def take_samples(
-    forward: Callable[[], object], blocks: Sequence[Call], there: frozenset[int], wanted: Container[int]
+    forward: Callable[[], object], blocks: Sequence[Call], lives_on: Sequence[Sequence[bool]], wanted: Container[int]
 ) -> dict[int, Sample]:
-    """Run a forward once more, and hold on to what some of the blocks are given, by number."""
+    """Run a forward once more, and hold on to what some of the blocks are given, by number.
+
+    `lives_on` says of every tensor that a block is given whether it lives on whatever becomes of the block.
+    """
     numbers: dict[int, list[int]] = {}
     for number, block in enumerate(blocks):
         numbers.setdefault(id(block.module), []).append(number)
-    uses = Counter(one for block in blocks for one in set(block.inputs))
     samples: dict[int, Sample] = {}
 
     def before(module: Module, arguments: Arguments) -> None:
         waiting = numbers[id(module)]
         number = waiting.pop(0) if waiting else -1
         if number in wanted:
-            is_shared = [one in there or uses[one] > 1 for one in blocks[number].inputs]
-            samples[number] = _sample(module, arguments, is_shared)
+            samples[number] = _sample(module, arguments, lives_on[number])
 
     with (
         hooks_on((block.module for block in blocks), before, lambda module, result: None),
@@ -229,10 +229,10 @@ def take_samples(
     return samples
 
 
-def _sample(module: Module, arguments: Arguments, is_shared: Sequence[bool]) -> Sample:
+def _sample(module: Module, arguments: Arguments, lives_on: Sequence[bool]) -> Sample:
     tensors = find_tensors(*arguments)[0]
     around = capture(tensors, preserve_rng_state=False, arguments=arguments)
     held: dict[int, Tensor] = {id(one): one.detach().requires_grad_(one.requires_grad) for one in tensors}
-    shared = {id(held[id(one)]) for one, lives_on in zip(tensors, is_shared, strict=True) if lives_on}
+    shared = {id(held[id(one)]) for one, lives in zip(tensors, lives_on, strict=True) if lives}
     kept: Arguments = rebuild(arguments, Tensor, lambda tensor: held[id(tensor)])
     return Sample(module, kept, frozenset(shared), around)

@@ -145,8 +145,8 @@ def not_a_loss(value: object) -> TypeError:
 
 def nothing_to_decide(model: str) -> ValueError:
     return ValueError(
-        f"there is nothing to plan for in {model}: autograd saves nothing in its modules that could be let go of. Is it "
-        "in training, with parameters that require grad, and called by the step?"
+        f"there is nothing to plan for in {model}: autograd saves nothing in its modules that could be let go of. Is "
+        "it in training, with parameters that require grad, and called by the step?"
     )
 
 

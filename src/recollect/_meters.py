@@ -2,7 +2,8 @@
 
 A meter says how many bytes are alive now and how many there were at the worst since it was last reset. On an
 accelerator the allocator counts itself. On the CPU a dispatch mode follows every storage from the operator that makes
-it until it is gone: once, however many views it has. What a kernel takes and gives back while it runs is not seen there.
+it until it is gone: once, however many views it has. What a kernel takes and gives back while it runs is not seen
+there.
 
 A clock says how long work takes. `Roofline` is a clock on paper: it adds up, operator by operator, what a named GPU
 needs at least, by its arithmetic or by its memory, whichever takes longer. Nothing has to be computed for that: tensors
@@ -12,6 +13,8 @@ on the meta device will do.
 from __future__ import annotations
 
 import contextlib
+import os
+import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -161,6 +165,31 @@ class RealClock:
         return (time.perf_counter() - start) / times
 
 
+def link_of(device: torch.device, to: str, directory: str | None) -> tuple[float, float]:
+    """Bytes per second from a device to where `Offload` puts them, and back."""
+    size = 2**27
+    clock = RealClock(device)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    if to == "cpu":
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        ways = (lambda: host.copy_(source, non_blocking=True), lambda: source.copy_(host, non_blocking=True))
+        for way in ways:
+            way()  # warms up
+        out, back = (size / clock.seconds(way, 4) for way in ways)
+        return out, back
+    content = bytes(size)
+    with tempfile.TemporaryFile(dir=directory) as file:
+
+        def write() -> None:
+            file.write(content)
+            os.fsync(file.fileno())
+
+        out = size / clock.seconds(write, 1)
+        file.seek(0)
+        back = size / clock.seconds(file.read, 1)
+    return out, back
+
+
 @dataclass(frozen=True)
 class Gpu:
     """What a GPU does in a second, by its data sheet, without sparsity."""
@@ -198,7 +227,8 @@ class Roofline:
         self._gpu = gpu
 
     def seconds(self, work: Callable[[], object], times: int) -> float:
-        with _AddingUp(self._gpu) as mode:
+        mode = _AddingUp(self._gpu)
+        with mode:
             work()
         return mode.seconds
 
@@ -216,6 +246,50 @@ class _AddingUp(OperatorMode):
         result = func(*args, **kwargs)
         self.seconds += operator_seconds(self._gpu, func, args, kwargs, result)
         return result
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Have attention on the meta device run by the kernels that a GPU would take, instead of being taken apart.
+
+    The function is replaced, for the whole process: a torch-function mode is not in force where backward runs.
+    """
+    F.scaled_dot_product_attention = _fused_attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = _attention
+
+
+_attention = F.scaled_dot_product_attention
+
+
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if query.device.type != "meta" or query.dim() != 4 or query.element_size() > 2:
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    result: Tensor
+    if attn_mask is None:
+        result, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )
+        return result
+    if enable_gqa:
+        key, value = (one.repeat_interleave(query.size(1) // one.size(1), 1) for one in (key, value))
+    bias = attn_mask if attn_mask.dtype == query.dtype else attn_mask.to(query.dtype)
+    bias = bias.expand(*query.shape[:-1], key.size(-2))
+    result, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )
+    return result
 
 
 def operator_seconds(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:

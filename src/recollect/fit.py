@@ -7,6 +7,7 @@ the difference is taken off the budget and the problem is solved anew. What come
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import math
 from collections.abc import Sequence
@@ -16,19 +17,23 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from recollect import _errors, _solver
+from recollect import _errors, _milp, _problem, _solver
 from recollect._bench import Bench, Mark
 from recollect._bench import Step as StepFunction
 from recollect._decided import decided_of
+from recollect._problem import Problem, Solution
 from recollect._sizes import bytes_of, human
-from recollect._solver import InfeasibleError, Problem, Solution
+from recollect._solver import InfeasibleError
 from recollect._stores.pool import memory_to_spare
-from recollect.plan import Plan, Planned, Step, planned, shapes_of
-from recollect.profile import Profile, Progress, decided, measure
+from recollect.plan import Plan, Step, planned, shapes_of
+from recollect.policy import Offload
+from recollect.profile import KEEP, Profile, Progress, decided, measure
 
 _ATTEMPTS = 5
 _CLOSE = 0.02  # a plan that comes so close to its budget is good enough
 _MARGIN = 0.05  # of a device, for what its allocator cannot use
+_WARM_UP = 3
+_POINTS = 12
 ALLOWED = ("recompute", "offload")
 
 
@@ -58,6 +63,9 @@ def plan(
     time_budget: float | None = None,
     step: StepFunction | None = None,
     reserve: int | str = 0,
+    allow: Sequence[str] = ALLOWED,
+    offload: Offload | None = None,
+    host_budget: int | str | None = None,
     repeats: int = 3,
     gpu: str | None = None,
     progress: Progress | None = None,
@@ -78,6 +86,10 @@ def plan(
             a tuple or list positions), and the loss is the `loss` of what it gives, or the sum of it.
         reserve: Bytes of the budget to set aside for what is not there yet when the plan is made, such as the state
             of an optimizer before its first step.
+        allow: What may be decided besides keeping: "recompute", "offload" or both. Offloading is considered where
+            there is a CUDA device, or `offload` says where to, and needs the extra `plan`.
+        offload: How to offload, such as `recollect.Offload(to="disk", directory="/scratch")`.
+        host_budget: How many bytes may be offloaded at a time.
         repeats: How often times are taken; their median counts.
         gpu: Which GPU, for a model on the meta device: "A100", "H100" (the default), "H200", ...
         progress: Called as `(what, done, of)` while it goes on.
@@ -98,10 +110,13 @@ def plan(
         >>> handle = plan.apply(model)
     """
     _check(model, budget, time_budget, repeats)
+    host_bytes = None if host_budget is None else bytes_of("host_budget", host_budget)
     bench = Bench(model, batch, step, gpu)
-    profile = measure(bench, repeats=repeats, progress=progress)
-    problem = profile.problem()
-    trial = _Trial(bench, profile, problem, repeats, progress)
+    where = _where_to_offload(bench.device, allow, offload, host_bytes)
+    profile = measure(bench, repeats=repeats, offload=where, progress=progress)
+    if "recompute" not in allow:
+        profile = profile.without_recomputing()
+    trial = _Trial(bench, profile, repeats, progress, host_bytes)
     plain = trial.plain()
     if time_budget is not None:
         return trial.plan_for_time(plain.seconds * time_budget)
@@ -169,7 +184,8 @@ def frontier(
 
     Example:
         >>> import torch, recollect
-        >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
+        >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)]
+        >>> model = torch.nn.Sequential(*layers)
         >>> curve = recollect.frontier(model, torch.randn(512, 64))
         >>> curve.points[0].peak < curve.plain.peak
         True
@@ -179,9 +195,8 @@ def frontier(
         raise ValueError(f"points must be a number from 2 on, got {_errors.describe_value(points)}")
     bench = Bench(model, batch, step, gpu)
     profile = measure(bench, repeats=repeats, progress=progress)
-    trial = _Trial(bench, profile, profile.problem(), repeats, progress)
-    solutions = _solver.frontier(trial.problem, points)
-    plans = tuple(trial.as_plan(one, None, None, ()) for one in solutions)
+    trial = _Trial(bench, profile, repeats, progress)
+    plans = tuple(trial.as_plan(one, None) for one in _solver.frontier(trial.problems[0], points))
     return Frontier(trial.plain(), tuple(one.predicted for one in plans), plans)
 
 
@@ -189,64 +204,75 @@ def frontier(
 
 
 class _Trial:
-    """Solves a problem, and runs what comes out."""
+    """Solves the problem that a profile poses, and runs what comes out."""
 
     def __init__(
-        self, bench: Bench, profile: Profile, problem: Problem, repeats: int, progress: Progress | None
+        self,
+        bench: Bench,
+        profile: Profile,
+        repeats: int,
+        progress: Progress | None,
+        host_bytes: int | None = None,
     ) -> None:
         self._bench = bench
         self._profile = profile
-        self.problem = problem
+        # Offloading is predicted, and not measured alone. So both are run, with it and without, and the better counts.
+        self.problems = [profile.problem()]
+        if profile.link is not None:
+            self.problems.append(profile.problem(offloading=True, host_bytes=host_bytes))
+        self._seen: dict[tuple[int, ...], int] = {}  # peaks that were measured
         self._repeats = repeats
         self._tell = progress or (lambda what, done, of: None)
-        self._keep = tuple(0 for _ in profile.blocks)
 
     def plain(self) -> Step:
-        return self._predicted(self._keep)
+        """A step without decisions: measured, or predicted if it does not fit."""
+        keep = [KEEP] * len(self._profile.blocks)
+        return self._predicted(keep, _problem.peak(self.problems[0], keep)[0])
 
-    def _predicted(self, chosen: Sequence[int]) -> Step:
+    def _predicted(self, chosen: Sequence[int], peak: int, stalls: float = 0.0) -> Step:
         profile = self._profile
         added = sum(profile.option(number, choice).seconds for number, choice in enumerate(chosen))
         base = sum(profile.option(number, choice).seconds for number, choice in enumerate(profile.base))
-        return Step(_solver.peak(self.problem, tuple(chosen))[0], profile.seconds + added - base)
+        return Step(peak, profile.seconds + added + stalls - base)
 
-    def as_plan(
-        self,
-        solution: Solution,
-        budget: int | None,
-        measured: Step | None,
-        marks: Sequence[Mark],
-        notes: Sequence[str] = (),
-    ) -> Plan:
-        profile = self._profile
-        points = tuple(self._predicted(one.chosen) for one in _solver.frontier(self.problem, 12))
+    def _step_of(self, solution: Solution) -> Step:
+        return self._predicted(solution.chosen, solution.peak, solution.stalls)
+
+    def as_plan(self, solution: Solution, budget: int | None, ran: _Ran | None = None) -> Plan:
+        """What a solution means."""
+        profile, model = self._profile, self._bench.model
         return Plan(
-            type(self._bench.model).__name__,
-            shapes_of(self._bench.model),
+            type(model).__name__,
+            shapes_of(model),
             profile.device,
             budget,
             planned(profile, solution),
             self.plain(),
-            self._predicted(solution.chosen),
-            measured,
+            self._step_of(solution),
+            None if ran is None else ran.step,
             solution.gap,
             profile.is_estimated,
-            points,
+            self._curve,
             profile.marks if profile.is_plain else (),
-            tuple(marks),
-            tuple(notes),
+            () if ran is None else ran.marks,
+            tuple(note for kind in profile.kinds for note in kind.notes),
         )
 
-    def run(self, blocks: Sequence[Planned]) -> tuple[Step, list[Mark]] | None:
+    @functools.cached_property
+    def _curve(self) -> tuple[Step, ...]:
+        return tuple(self._step_of(one) for one in _solver.frontier(self.problems[0], _POINTS))
+
+    def run(self, solution: Solution) -> _Ran | None:
         """A step under decisions; None if the device had not enough memory for it."""
         bench = self._bench
+        decisions = {name: one for block in planned(self._profile, solution) for name, one in block.decisions.items()}
         with bench.leaving_nothing():
             try:
-                with decided(bench.model, {"": {n: d for one in blocks for n, d in one.decisions.items()}}, "first"):
-                    bench.train()  # the first time replays are compared by value
-                    bench.train()
+                with decided(bench.model, {"": decisions}, "first"):
+                    for _ in range(_WARM_UP):  # replays are compared by value at first, and stores learn
+                        bench.train()
                     marks = bench.weigh([bench.model.get_submodule(name) for name in self._profile.blocks])
-                    return Step(max(mark.peak for mark in marks), bench.seconds(self._repeats)), marks
+                    return _Ran(Step(max(mark.peak for mark in marks), bench.seconds(self._repeats)), tuple(marks))
             except torch.OutOfMemoryError:
                 return None
             finally:
@@ -254,73 +280,81 @@ class _Trial:
                 gc.collect()
 
     def plan_for_bytes(self, budget: int, limit: int) -> Plan:
-        """The fastest plan whose step was seen to stay within `limit` bytes."""
+        """The fastest plan whose step was seen to stay within `limit` bytes, which are those of the budget or less."""
+        found = [plan for problem in self.problems if (plan := self._held(problem, budget, limit)) is not None]
+        if not found:
+            smallest, where = min(map(self._smallest, self.problems))
+            raise BudgetError(budget, smallest + budget - limit, where, is_measured=bool(self._seen))
+        return min(found, key=lambda plan: (plan.measured or plan.predicted).seconds)
+
+    def _held(self, problem: Problem, budget: int, limit: int) -> Plan | None:
+        """A plan that was seen to fit, by one of the problems; None if it has none."""
         best: Plan | None = None
-        correction, tried, smallest_seen = 0, set(), math.inf
+        correction = 0
+        tried: set[tuple[int, ...]] = set()
         for attempt in range(_ATTEMPTS):
             self._tell("running the plan", attempt, _ATTEMPTS)
             try:
-                solution = _solver.solve(self.problem, limit - correction)
+                solution = _solver.solve(problem, limit - correction)
             except InfeasibleError as error:
-                solution = _solver.smallest(self.problem)
-                if best is not None or solution.chosen in tried:
+                if tried or error.smallest > limit * (1 + 2 * _CLOSE):
                     break
-                if solution.peak > limit * (1 + 2 * _CLOSE):
-                    raise BudgetError(budget, error.smallest + budget - limit, error.where, is_measured=False) from None
+                solution = _solver.smallest(problem)  # so close that a prediction does not settle it
+            if self._profile.is_estimated:
+                return self.as_plan(solution, budget)
             if solution.chosen in tried:
                 break
             tried.add(solution.chosen)
-            blocks = planned(self._profile, solution)
-            ran = None if self._profile.is_estimated else self.run(blocks)
-            if self._profile.is_estimated:
-                best = self.as_plan(solution, budget, None, ())
-                break
+            ran = self.run(solution)
             if ran is None:
                 correction += max(int(limit * _MARGIN), 1)
                 continue
-            measured, marks = ran
-            smallest_seen = min(smallest_seen, measured.peak)
-            if measured.peak <= limit:
-                found = self.as_plan(solution, budget, measured, marks)
-                if best is None or found.predicted.seconds < best.predicted.seconds:
-                    best = found
-                if measured.peak >= limit * (1 - _CLOSE) or not any(solution.chosen):
+            self._seen[solution.chosen] = ran.step.peak
+            if ran.step.peak <= limit:
+                if best is None or best.measured is None or ran.step.seconds < best.measured.seconds:
+                    best = self.as_plan(solution, budget, ran)
+                if ran.step.peak >= limit * (1 - _CLOSE) or not any(solution.chosen):
                     break
             # What was predicted and what came out differ by so much: aim by as much beside the mark.
-            wrong = measured.peak - solution.peak
-            if wrong == correction:
-                break
-            correction = wrong
+            correction = ran.step.peak - solution.peak
         self._tell("running the plan", _ATTEMPTS, _ATTEMPTS)
-        if best is None:
-            where = _solver.peak(self.problem, _solver.smallest(self.problem).chosen)[1]
-            needed = int(smallest_seen) if smallest_seen < math.inf else limit
-            raise BudgetError(budget, needed + budget - limit, where, is_measured=smallest_seen < math.inf)
         return best
+
+    def _smallest(self, problem: Problem) -> tuple[int, str]:
+        """The least bytes that a step needs, measured if that was tried, and what sets it."""
+        solution = _solver.smallest(problem)
+        return self._seen.get(solution.chosen, solution.peak), _problem.peak(problem, solution.chosen)[1]
 
     def plan_for_time(self, seconds: float) -> Plan:
         """The plan of the least memory whose step was seen to take no longer, or nearly so."""
-        base = self.plain().seconds
-        allowed = seconds - base
+        allowed = seconds - self.plain().seconds
         best: Plan | None = None
         for attempt in range(_ATTEMPTS):
             self._tell("running the plan", attempt, _ATTEMPTS)
-            solution = _solver.within(self.problem, max(allowed, 0.0))
+            solution = min(
+                (_solver.within(problem, max(allowed, 0.0)) for problem in self.problems), key=lambda one: one.peak
+            )
             if self._profile.is_estimated:
-                best = self.as_plan(solution, None, None, ())
-                break
-            ran = self.run(planned(self._profile, solution))
+                return self.as_plan(solution, None)
+            ran = self.run(solution)
             if ran is None:
+                raise torch.OutOfMemoryError(
+                    f"the least memory for a step of {1e3 * seconds:.1f} ms is more than the device has: give a budget "
+                    "of bytes instead"
+                )
+            best = self.as_plan(solution, None, ran)
+            if ran.step.seconds <= seconds * (1 + _CLOSE) or not any(solution.chosen):
                 break
-            measured, marks = ran
-            best = self.as_plan(solution, None, measured, marks)
-            if measured.seconds <= seconds * (1 + _CLOSE) or not any(solution.chosen):
-                break
-            allowed -= measured.seconds - seconds
+            allowed -= ran.step.seconds - seconds
         self._tell("running the plan", _ATTEMPTS, _ATTEMPTS)
-        if best is None:
-            raise torch.OutOfMemoryError("the least memory within that time is more than the device has")
+        assert best is not None
         return best
+
+
+@dataclass(frozen=True)
+class _Ran:
+    step: Step
+    marks: tuple[Mark, ...]
 
 
 # --- What was asked for ---
@@ -342,6 +376,27 @@ def _check(model: Any, budget: Any, time_budget: Any, repeats: Any) -> None:
             "the model is decided already, by recollect.apply or a plan: take that off first, with handle.remove() or "
             "recollect.unapply(model)"
         )
+
+
+def _where_to_offload(device: torch.device, allow: Any, offload: Any, host_bytes: int | None) -> Offload | None:
+    """How blocks may be offloaded, None if they may not or cannot."""
+    allowed = [allow] if isinstance(allow, str) else list(allow)
+    for one in allowed:
+        if one not in ALLOWED:
+            raise _errors.not_one_of("allow", one, ALLOWED)
+    if offload is not None and not isinstance(offload, Offload):
+        raise TypeError(f"offload must be recollect.Offload(...) or None, got {_errors.describe_value(offload)}")
+    if "offload" not in allowed:
+        return None
+    if offload is None:
+        if device.type not in ("cuda", "meta") or not _milp.is_there():
+            return None
+        offload = Offload()
+    elif not _milp.is_there():
+        raise ImportError("a plan that offloads needs scipy: pip install 'recollect[plan]'")
+    if host_bytes is not None and offload.to == "cpu":
+        offload = dataclasses.replace(offload, max_host_bytes=host_bytes)
+    return offload
 
 
 def _bytes(budget: int | str, plain: Step, device: torch.device) -> int:

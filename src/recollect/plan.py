@@ -1,4 +1,4 @@
-"""A plan: a decision for each block of a model, made from a profile and a budget. Plain data, which can be kept in a file.
+"""A plan: a decision for each block of a model, made from a profile and a budget. Plain data, fit for a file.
 
 What this is not: nothing is measured here, and nothing is run. `fit.py` makes plans and holds them to their word.
 """
@@ -260,6 +260,7 @@ def shapes_of(model: Module) -> dict[str, tuple[int, ...]]:
 
 def planned(profile: Profile, solution: Solution) -> tuple[Planned, ...]:
     """What a solution means for the blocks of a profile; calls of one module are one block."""
+    total = sum(profile.option(number, choice).out for number, choice in enumerate(solution.chosen))
     found: dict[str, Planned] = {}
     for number, (name, choice) in enumerate(zip(profile.blocks, solution.chosen, strict=True)):
         option, keep = profile.option(number, choice), profile.option(number, 0)
@@ -268,13 +269,23 @@ def planned(profile: Profile, solution: Solution) -> tuple[Planned, ...]:
             name,
             profile.kinds[profile.kind_of[number]].module,
             option.name,
-            full_names({name: option.decisions}),
+            {part: _unbounded(decision, total) for part, decision in full_names({name: option.decisions}).items()},
             option.kept + (before.kept if before else 0),
             keep.kept + (before.saved if before else 0),
             option.seconds + (before.seconds if before else 0.0),
             option.out + (before.out if before else 0),
         )
     return tuple(found.values())
+
+
+def _unbounded(decision: Decision, total: int) -> Decision:
+    """A decision that lets all of the `total` bytes be on their way at once: the plan knows how much that is."""
+    if isinstance(decision, Offload):
+        return dataclasses.replace(decision, in_flight=decision.in_flight or total, ahead=decision.ahead or total)
+    if isinstance(decision, Recompute) and decision.inputs is not None:
+        inputs = _unbounded(decision.inputs, total)
+        return dataclasses.replace(decision, inputs=inputs)  # type: ignore[arg-type]
+    return decision
 
 
 # --- Decisions as data ---
@@ -297,10 +308,11 @@ def _encode(decision: Decision) -> dict[str, Any]:
 
 
 def _encode_policy(policy: Any) -> dict[str, Any]:
-    table = policy.operators() if isinstance(policy, Operators) else None
-    if not table or not all(isinstance(one, ByCall) and one.otherwise is None for one in table.values()):
+    table = policy.operators() if isinstance(policy, Operators) else {}
+    by_call = {str(operator): sorted(one.calls) for operator, one in table.items() if isinstance(one, ByCall)}
+    if len(by_call) != len(table) or not table:
         raise TypeError(f"a plan keeps operators call by call, and cannot hold the policy {policy!r}")
-    return {str(operator): sorted(one.calls) for operator, one in table.items()}
+    return by_call
 
 
 def _decode(data: Mapping[str, Any]) -> Decision:

@@ -417,7 +417,7 @@ def _decided(
 
 
 def _checked_calls(calls: Any) -> list[int]:
-    numbers = list(calls) if isinstance(calls, Iterable) and not isinstance(calls, (str, bytes)) else [None]
+    numbers: list[Any] = list(calls) if isinstance(calls, Iterable) and not isinstance(calls, (str, bytes)) else []
     if not numbers or not all(type(number) is int and number >= 0 for number in numbers):
         raise TypeError(
             "calls must be numbers of calls, such as [0, 2] for the first and the third, "

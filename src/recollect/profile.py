@@ -16,8 +16,12 @@ What this is not: it decides nothing (`plan.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import itertools
+import os
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,15 +36,17 @@ from recollect._bench import BACKWARD, FORWARD, Bench, Mark
 from recollect._calls import Call, Sample, find_blocks, take_samples, watch_calls
 from recollect._candidates import Candidate, candidates, look_at
 from recollect._inputs import find_tensors
-from recollect._solver import Block, Choice, Moment, Problem
+from recollect._meters import link_of
+from recollect._problem import Block, Choice, Link, Moment, Problem
 from recollect._torch import storage_key
 from recollect.modules import apply, unapply
-from recollect.policy import Decision, Recompute
+from recollect.policy import Decision, Offload, Recompute
 
 Progress = Callable[[str, int, int], None]
 KEEP, RECOMPUTE = 0, "recompute"
 _TIMES = 3  # runs in a row that are timed together
 _AT_MOST = 12  # ways to treat a block
+_NEVER = 2**60  # bytes: a way that does not work
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class Profile:
         is_plain: Whether all blocks were kept in that step, or recomputed, because keeping them did not fit.
         seconds: How long that step takes.
         tied: Blocks that are calls of the same module.
+        link: Bytes per second to where blocks can be offloaded, and back; None if they cannot.
         device: Where.
         is_estimated: Whether nothing was run, and times are those of a GPU on paper.
     """
@@ -107,11 +114,14 @@ class Profile:
     tied: tuple[tuple[int, ...], ...]
     device: str
     is_estimated: bool
+    link: tuple[float, float] | None = None
 
     def option(self, block: int, choice: int) -> Option:
+        """A way to treat a block."""
         return self.kinds[self.kind_of[block]].options[choice]
 
     def options(self, block: int) -> tuple[Option, ...]:
+        """All ways to treat a block."""
         return self.kinds[self.kind_of[block]].options
 
     @property
@@ -119,8 +129,20 @@ class Profile:
         """How each block was treated in the step."""
         return tuple(KEEP if self.is_plain else self.kinds[kind].recompute for kind in self.kind_of)
 
-    def problem(self) -> Problem:
-        """What a solver needs to know."""
+    def without_recomputing(self) -> Profile:
+        """The same with the options alone that compute nothing again."""
+        if not self.is_plain:
+            raise ValueError('allow must hold "recompute": without it the step does not fit on the device')
+        kinds = [
+            dataclasses.replace(
+                kind, options=tuple(one for one in kind.options if not any(map(_recomputes, one.decisions.values())))
+            )
+            for kind in self.kinds
+        ]
+        return dataclasses.replace(self, kinds=tuple(kinds))
+
+    def problem(self, *, offloading: bool = False, host_bytes: int | None = None) -> Problem:
+        """What a solver needs to know. Options that offload come last, and are left out unless they are wanted."""
         chosen = [self.option(number, choice) for number, choice in enumerate(self.base)]
         held = [0]
         for option in chosen:
@@ -140,7 +162,11 @@ class Profile:
         return Problem(
             tuple(
                 Block(
-                    tuple(Choice(o.seconds, o.kept, o.forward, o.backward, o.out) for o in self.options(number)),
+                    tuple(
+                        Choice(one.seconds, one.kept, one.forward, one.backward, one.out)
+                        for one in self.options(number)
+                        if offloading or not one.out
+                    ),
                     forward[number],
                     backward[number],
                     self.kinds[self.kind_of[number]].forward_seconds,
@@ -152,6 +178,8 @@ class Profile:
             ),
             tuple(moments),
             self.tied,
+            Link(*self.link) if offloading and self.link is not None else None,
+            host_bytes,
         )
 
     def _words(self, mark: Mark) -> str:
@@ -162,8 +190,10 @@ class Profile:
 # --- Measuring ---
 
 
-def measure(bench: Bench, *, repeats: int = 3, progress: Progress | None = None) -> Profile:
-    """Measure a step of a model, which is left as it was."""
+def measure(
+    bench: Bench, *, repeats: int = 3, offload: Offload | None = None, progress: Progress | None = None
+) -> Profile:
+    """Measure a step of a model, which is left as it was; `offload` says where blocks could be offloaded to."""
     tell = progress or (lambda what, done, of: None)
     with bench.leaving_nothing():
         tell("looking at the model", 0, 1)
@@ -173,14 +203,20 @@ def measure(bench: Bench, *, repeats: int = 3, progress: Progress | None = None)
         if not blocks:
             raise _errors.nothing_to_decide(type(bench.model).__name__)
         kinds: dict[Any, list[int]] = {}
+        uses = Counter(one for block in blocks for one in set(block.inputs))
+        lives_on = [tuple(one in there or uses[one] > 1 for one in block.inputs) for block in blocks]
         for number, block in enumerate(blocks):
-            kinds.setdefault(block.kind(), []).append(number)
-        measured = []
-        samples = take_samples(bench.forward, blocks, there, {numbers[0] for numbers in kinds.values()})
+            kinds.setdefault((block.kind(), lives_on[number]), []).append(number)
+        measured: list[Kind] = []
+        settled: dict[int, tuple[Option, ...]] = {}  # by module
+        samples = take_samples(bench.forward, blocks, lives_on, {numbers[0] for numbers in kinds.values()})
         for done, numbers in enumerate(kinds.values()):
             first = numbers[0]
             tell(f"measuring {blocks[first].name} ({len(numbers)} alike)", done, len(kinds))
-            measured.append(_measure_kind(bench, blocks[first], samples.pop(first), repeats))
+            # Calls of one module share its decision, so they must have the same ways to be treated, in the same order.
+            before = next((settled[id(blocks[n].module)] for n in numbers if id(blocks[n].module) in settled), None)
+            measured.append(_measure_kind(bench, blocks[first], samples.pop(first), repeats, before))
+            settled.update((id(blocks[number].module), measured[-1].options) for number in numbers)
         del samples
         gc.collect()
         tell("weighing a step", 0, 1)
@@ -192,6 +228,11 @@ def measure(bench: Bench, *, repeats: int = 3, progress: Progress | None = None)
         }
         base, marks, seconds = _weigh_base(bench, blocks, can_be, repeats)
         tell("weighing a step", 1, 1)
+    link = None
+    if offload is not None:
+        tell("measuring the link", 0, 1)
+        link = _link(bench, offload)
+        measured = [with_offloading(kind, offload) for kind in measured]
     kind_of = {number: index for index, numbers in enumerate(kinds.values()) for number in numbers}
     calls: dict[int, list[int]] = {}
     for number, block in enumerate(blocks):
@@ -206,6 +247,7 @@ def measure(bench: Bench, *, repeats: int = 3, progress: Progress | None = None)
         tuple(tuple(numbers) for numbers in calls.values() if len(numbers) > 1),
         str(bench.device),
         bench.is_estimated,
+        link,
     )
 
 
@@ -300,11 +342,15 @@ class _Alone:
         return _Weights(max(kept, 0), forward, backward)
 
 
-def _measure_kind(bench: Bench, block: Call, sample: Sample, repeats: int) -> Kind:
+def _measure_kind(bench: Bench, block: Call, sample: Sample, repeats: int, settled: Sequence[Option] | None) -> Kind:
+    """Measure the ways to treat a block: all that there are, or those that are `settled`."""
     alone = _Alone(bench, sample)
     alone.train()
     bench.start_anew()
-    proposed = candidates(block, look_at(sample, alone.forward, bench.device, bench.gpu))
+    if settled is None:
+        proposed = candidates(look_at(sample, alone.forward, bench.device, bench.gpu))
+    else:
+        proposed = [Candidate(one.name, one.decisions) for one in settled]
     weights: dict[int, _Weights] = {}
     notes: list[str] = []
     for number, candidate in enumerate(proposed):
@@ -331,9 +377,14 @@ def _measure_kind(bench: Bench, block: Call, sample: Sample, repeats: int) -> Ki
     options = [
         _option(proposed[number], one, max(seconds[number] - seconds[KEEP], 0.0)) for number, one in weights.items()
     ]
+    if settled is None:
+        options = best_of(options)
+    elif len(options) < len(settled):
+        there = {one.name: one for one in options}
+        options = [there.get(one.name, dataclasses.replace(one, kept=_NEVER)) for one in settled]
     return Kind(
         type(block.module).__name__,
-        tuple(best_of(options)),
+        tuple(options),
         forward_seconds,
         max(seconds[KEEP] - forward_seconds, 0.0),
         tuple(notes),
@@ -344,6 +395,49 @@ def _option(candidate: Candidate, weights: _Weights, seconds: float) -> Option:
     return Option(candidate.name, candidate.decisions, seconds, weights.kept, weights.forward, weights.backward)
 
 
+# --- Offloading ---
+
+
+def _link(bench: Bench, offload: Offload) -> tuple[float, float]:
+    if bench.gpu is not None:
+        return bench.gpu.link, bench.gpu.link
+    directory = None if offload.directory is None else os.fspath(offload.directory)
+    return link_of(bench.device, offload.to, directory)
+
+
+def with_offloading(kind: Kind, offload: Offload) -> Kind:
+    """A kind of blocks with ways to offload them.
+
+    What these take is not measured alone, where there is nothing to hide copies behind, but told by the bytes and the
+    link: see `_problem.py`.
+    """
+    recompute = kind.options[kind.recompute]
+    ways = []
+    for option in kind.options:
+        whole = option.decisions.get("")
+        if whole is None:  # what is left of it, after parts were made regions, waits elsewhere
+            ways.append(
+                dataclasses.replace(
+                    option,
+                    name="offload" if option.name == "keep" else f"offload, {option.name}",
+                    decisions={"": offload, **option.decisions},
+                    kept=0,
+                    out=option.kept,
+                )
+            )
+        elif isinstance(whole, Recompute) and recompute.kept <= option.kept:
+            ways.append(
+                dataclasses.replace(
+                    option,
+                    name=f"{option.name}, offload the input",
+                    decisions={**option.decisions, "": dataclasses.replace(whole, inputs=offload)},
+                    kept=option.kept - recompute.kept,
+                    out=recompute.kept,
+                )
+            )
+    return dataclasses.replace(kind, options=(*kind.options, *(one for one in ways if one.out)))
+
+
 def best_of(options: Sequence[Option]) -> list[Option]:
     """Those that no other beats in every respect, keep and recompute among them, and not too many."""
     fixed = [one for number, one in enumerate(options) if number == KEEP or one.name == RECOMPUTE]
@@ -351,9 +445,13 @@ def best_of(options: Sequence[Option]) -> list[Option]:
     found = [one for one in rest if not any(_beats(other, one) for other in options if other is not one)]
     while len(found) > _AT_MOST - len(fixed):
         # Of the two closest neighbours, one can be spared.
-        gaps = [later.kept - earlier.kept for earlier, later in zip(found, found[1:], strict=False)]
+        gaps = [later.kept - earlier.kept for earlier, later in itertools.pairwise(found)]
         del found[gaps.index(min(gaps))]
     return fixed + found
+
+
+def _recomputes(decision: Decision) -> bool:
+    return isinstance(decision, Recompute)
 
 
 def _beats(one: Option, other: Option) -> bool:
