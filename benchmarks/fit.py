@@ -258,7 +258,8 @@ class Race:
         """Weights, buffers, the batch and gradients: what no plan can change."""
         self.clear()
         inputs = [self._subject.batch] if self._subject.batch.requires_grad else []
-        return self._meter.now() + sum(one.numel() * one.element_size() for one in (*self._weights, *inputs))
+        gradients: int = sum(one.numel() * one.element_size() for one in (*self._weights, *inputs))
+        return self._meter.now() + gradients
 
     def clear(self) -> None:
         for weight in (*self._weights, self._subject.batch):

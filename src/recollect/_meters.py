@@ -274,18 +274,19 @@ def _fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if query.device.type != "meta" or query.dim() != 4 or query.element_size() > 2:
+    if query.device.type != "meta" or query.dim() != 4:
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     result: Tensor
-    if attn_mask is None:
+    if attn_mask is None and query.element_size() <= 2:
         result, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )
         return result
     if enable_gqa:
         key, value = (one.repeat_interleave(query.size(1) // one.size(1), 1) for one in (key, value))
-    bias = attn_mask if attn_mask.dtype == query.dtype else attn_mask.to(query.dtype)
-    bias = bias.expand(*query.shape[:-1], key.size(-2))
+    bias = None
+    if attn_mask is not None:
+        bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.size(-2))
     result, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, True, dropout_p, is_causal, scale=scale
     )

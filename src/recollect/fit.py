@@ -378,7 +378,9 @@ def _check(model: Any, budget: Any, time_budget: Any, repeats: Any) -> None:
         )
 
 
-def _where_to_offload(device: torch.device, allow: Any, offload: Any, host_bytes: int | None) -> Offload | None:
+def _where_to_offload(
+    device: torch.device, allow: Sequence[str], offload: Offload | None, host_bytes: int | None
+) -> Offload | None:
     """How blocks may be offloaded, None if they may not or cannot."""
     allowed = [allow] if isinstance(allow, str) else list(allow)
     for one in allowed:

@@ -46,6 +46,7 @@ Progress = Callable[[str, int, int], None]
 KEEP, RECOMPUTE = 0, "recompute"
 _TIMES = 3  # runs in a row that are timed together
 _AT_MOST = 12  # ways to treat a block
+_LEAST = 1e-6  # seconds for a decision
 _NEVER = 2**60  # bytes: a way that does not work
 
 
@@ -374,9 +375,7 @@ def _measure_kind(bench: Bench, block: Call, sample: Sample, repeats: int, settl
                 all_times.append(bench.clock.seconds(alone.train, _TIMES))
     seconds = {number: statistics.median(all_times) for number, all_times in times.items()}
     forward_seconds = statistics.median(forward_times)
-    options = [
-        _option(proposed[number], one, max(seconds[number] - seconds[KEEP], 0.0)) for number, one in weights.items()
-    ]
+    options = [_option(proposed[number], one, seconds[number] - seconds[KEEP]) for number, one in weights.items()]
     if settled is None:
         options = best_of(options)
     elif len(options) < len(settled):
@@ -392,6 +391,8 @@ def _measure_kind(bench: Bench, block: Call, sample: Sample, repeats: int, settl
 
 
 def _option(candidate: Candidate, weights: _Weights, seconds: float) -> Option:
+    # Times are noisy, but nothing is for nothing: what decides less is better, all else being equal.
+    seconds = max(seconds, _LEAST * len(candidate.decisions))
     return Option(candidate.name, candidate.decisions, seconds, weights.kept, weights.forward, weights.backward)
 
 

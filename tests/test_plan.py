@@ -1,0 +1,547 @@
+"""Plans: what is measured, what is predicted, what is decided, and that it holds."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import recollect
+from recollect import BudgetError, Offload, Plan, Recompute, Save
+from recollect._bench import Bench
+from recollect._calls import find_blocks, watch_calls
+from recollect._meters import GPUS, StorageMeter, gpu_of, operator_seconds
+from recollect._problem import peak
+from recollect.plan import _decode, _encode
+from recollect.profile import decided, measure
+from tools import CountOperators, ambient_state
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(before)
+
+
+# --- Models ---
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attn = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
+
+    def forward(self, x):
+        y = self.norm1(x)
+        x = x + self.attn(y, y, y, need_weights=False)[0]
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers=4, width=32, words=64):
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, text):
+        x = self.words(text)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def next_word(model, text):
+    return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+class Twice(nn.Module):
+    def __init__(self, wide, width):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(wide, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
+        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.relu(self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x))))))
+
+
+class Unet(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.down = nn.ModuleList([Twice(3, width), Twice(width, 2 * width)])
+        self.middle = Twice(2 * width, 4 * width)
+        self.up = nn.ModuleList([Twice(6 * width, 2 * width), Twice(3 * width, width)])
+
+    def forward(self, x):
+        skips = []
+        for down in self.down:
+            x = down(x)
+            skips.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for up in self.up:
+            x = up(torch.cat([F.interpolate(x, scale_factor=2), skips.pop()], 1))
+        return x
+
+
+class Shared(nn.Module):
+    """One layer, called several times."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = Layer(32)
+
+    def forward(self, x):
+        for _ in range(4):
+            x = self.layer(x)
+        return x
+
+
+def gpt():
+    return Gpt(), torch.randint(64, (4, 33)), next_word
+
+
+def unet():
+    return Unet(), torch.randn(2, 3, 32, 32), None
+
+
+def shared():
+    return Shared(), torch.randn(4, 32, 32), None
+
+
+def encoder_and_decoder():
+    model = nn.Transformer(32, 2, 2, 2, 128, batch_first=True)
+    return model, (torch.randn(4, 24, 32), torch.randn(4, 16, 32)), None
+
+
+def convolutions():
+    stages = [nn.Sequential(*(Twice(a if n == 0 else b, b) for n in range(3))) for a, b in ((3, 8), (8, 16))]
+    return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1)), torch.randn(2, 3, 32, 32), None
+
+
+MODELS = {
+    "gpt": gpt,
+    "unet": unet,
+    "shared": shared,
+    "encoder and decoder": encoder_and_decoder,
+    "convolutions": convolutions,
+}
+
+
+def gradients(model, batch, step):
+    torch.manual_seed(3)
+    model.zero_grad()
+    loss = step(model, batch) if step else recollect._bench.sum_of_outputs(model, batch)
+    loss.backward()
+    return [loss.detach(), *(one.grad.clone() for one in model.parameters())]
+
+
+def plan_of(name, **options):
+    model, batch, step = MODELS[name]()
+    return model, batch, step, recollect.plan(model, batch, step=step, repeats=1, **options)
+
+
+# --- What is measured ---
+
+
+def test_a_meter_counts_storages_once_and_forgets_them():
+    there = torch.ones(256)
+    meter = StorageMeter([there], "cpu")
+    assert meter.now() == 1024
+    with meter.watching():
+        one = there * 2
+        view = one[3:]
+        one.add_(1)
+        assert meter.now() == meter.peak() == 2048
+        del one
+        assert meter.now() == 2048
+        del view
+        assert (meter.now(), meter.peak()) == (1024, 2048)
+        meter.reset()
+        assert meter.peak() == 1024
+        torch.ones(4).resize_(64)
+        assert meter.peak() == 1024 + 256
+
+
+def test_on_paper_products_take_their_arithmetic_and_others_their_bytes():
+    a = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
+    gpu = gpu_of("H100")
+    product = operator_seconds(gpu, torch.ops.aten.mm.default, (a, a), {}, a)
+    assert product == pytest.approx(2 * 4096**3 / gpu.flops / 0.75, rel=0.05)
+    added = operator_seconds(gpu, torch.ops.aten.add.Tensor, (a, a), {}, a)
+    assert added == pytest.approx(3 * 4096**2 * 2 / gpu.bytes / 0.75, rel=0.2)
+    assert operator_seconds(gpu, torch.ops.aten.t.default, (a,), {}, a) == 0
+    with pytest.raises(ValueError, match="gpu must be one of"):
+        gpu_of("abacus")
+    assert "H200" in GPUS
+
+
+def blocks_of(name):
+    model, batch, step = MODELS[name]()
+    bench = Bench(model, batch, step, None)
+    root, _ = watch_calls(model, bench.outside, bench.forward)
+    return [block.name for block in find_blocks(root)]
+
+
+def test_blocks_are_the_layers_of_a_model():
+    assert blocks_of("gpt") == [f"layers.{number}" for number in range(4)]
+    assert blocks_of("unet") == ["down.0", "down.1", "middle", "up.0", "up.1"]
+    assert blocks_of("shared") == ["layer"] * 4
+    assert blocks_of("convolutions") == [f"{stage}.{number}" for stage in range(2) for number in range(3)]
+    layers = [f"{side}.layers.{number}" for side in ("encoder", "decoder") for number in range(2)]
+    assert blocks_of("encoder and decoder") == layers
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_predicted_for_every_way_to_treat_the_blocks_is_what_comes_out(name):
+    model, batch, step = MODELS[name]()
+    bench = Bench(model, batch, step, None)
+    profile = measure(bench, repeats=1)
+    problem = profile.problem()
+    modules = [model.get_submodule(block) for block in profile.blocks]
+    assert profile.is_plain
+    assert peak(problem, profile.base)[0] == max(mark.peak for mark in profile.marks)
+    most = max(len(kind.options) for kind in profile.kinds)
+    assert most >= 3
+    for choice in range(most):
+        chosen = [min(choice, len(profile.options(number)) - 1) for number in range(len(profile.blocks))]
+        ways = {block: profile.option(number, chosen[number]).decisions for number, block in enumerate(profile.blocks)}
+        with bench.leaving_nothing(), decided(model, ways):
+            bench.train()
+            got = max(mark.peak for mark in bench.weigh(modules))
+        assert got == pytest.approx(peak(problem, chosen)[0], rel=0.06), ways
+
+
+def test_more_can_be_recomputed_for_less_memory():
+    model, batch, step = gpt()
+    profile = measure(Bench(model, batch, step, None), repeats=1)
+    (options,) = (kind.options for kind in profile.kinds)
+    assert [option.name for option in options[:2]] == ["keep", "recompute"]
+    assert options[0].seconds == 0
+    assert options[1].kept < options[0].kept / 4
+    assert any(0 < option.kept - options[1].kept < options[0].kept for option in options[2:])
+    assert not any(option.out for option in options)
+
+
+def test_a_model_is_left_as_it_was():
+    model, batch, step = convolutions()
+    model.train()
+    model[0][1].norm1.eval()
+    called = []
+    model[1].register_forward_hook(lambda *_: called.append(1))
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, number) if number % 2 else None
+    before, held = copy.deepcopy(model), [copy.deepcopy(one.grad) for one in model.parameters()]
+    versions = [one._version for one in model.parameters()]
+    hooks = [(len(one._forward_hooks), len(one._forward_pre_hooks), type(one)) for one in model.modules()]
+    state, around = torch.get_rng_state(), ambient_state()
+    recollect.plan(model, batch, step=step, budget="80%", repeats=1)
+    assert called
+    assert torch.equal(torch.get_rng_state(), state)
+    assert ambient_state() == around
+    assert [(len(one._forward_hooks), len(one._forward_pre_hooks), type(one)) for one in model.modules()] == hooks
+    assert [one.training for one in model.modules()] == [one.training for one in before.modules()]
+    assert versions == [one._version for one in model.parameters()]
+    for (name, one), (_, other) in zip(model.state_dict().items(), before.state_dict().items(), strict=True):
+        assert torch.equal(one, other), name
+    for one, grad in zip(model.parameters(), held, strict=True):
+        assert (one.grad is None) == (grad is None)
+        assert grad is None or torch.equal(one.grad, grad)
+
+
+# --- What is decided ---
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_budget_holds_and_gradients_are_equal(name):
+    model, batch, step, plan = plan_of(name, budget="75%")
+    assert plan.measured.peak <= plan.budget == int(plan.plain.peak * 0.75)
+    expected = gradients(copy.deepcopy(model), batch, step)
+    with plan.apply(model):
+        bench = Bench(model, batch, step, None)
+        bench.train()
+        with bench.leaving_nothing():
+            marks = bench.weigh([model.get_submodule(block.name) for block in plan.blocks])
+        assert max(mark.peak for mark in marks) <= plan.budget
+        bench.start_anew()
+        got = gradients(model, batch, step)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_budget_that_takes_nothing_decides_nothing():
+    model, batch, _, plan = plan_of("gpt", budget="1 TiB")
+    assert {block.choice for block in plan.blocks} == {"keep"}
+    assert plan.decisions() == {}
+    handle = plan.apply(model)
+    assert model(batch).requires_grad
+    handle.remove()
+
+
+def test_the_least_budget_is_named_and_holds():
+    model, batch, step = gpt()
+    with pytest.raises(BudgetError, match="the smallest that would is") as caught:
+        recollect.plan(model, batch, step=step, budget="1 KiB", repeats=1)
+    assert "backward" in caught.value.where
+    plan = recollect.plan(model, batch, step=step, budget=caught.value.smallest, repeats=1)
+    assert plan.measured.peak <= caught.value.smallest
+
+
+def test_what_is_reserved_is_left_free():
+    *_, plan = plan_of("gpt", budget="80%", reserve="20 KiB")
+    assert plan.measured.peak <= plan.budget - 20 * 1024
+
+
+def test_the_least_memory_within_a_time():
+    *_, little = plan_of("gpt", time_budget=10)
+    assert little.budget is None
+    assert little.predicted.peak < little.plain.peak * 0.8
+    assert all(block.choice != "keep" for block in little.blocks[:-1])
+
+
+def test_a_frontier_falls():
+    model, batch, step = gpt()
+    curve = recollect.frontier(model, batch, step=step, points=6, repeats=1)
+    assert 2 <= len(curve.points) <= 6
+    for one, other in zip(curve.points, curve.points[1:], strict=False):
+        assert one.peak < other.peak
+        assert one.seconds > other.seconds
+    assert curve.points[-1].peak <= curve.plain.peak
+    assert len(str(curve).splitlines()) == len(curve.points) + 2
+    assert json.loads(json.dumps(curve.to_dict()))["plain"]["peak"] == curve.plain.peak
+    with pytest.raises(ValueError, match="points must be"):
+        recollect.frontier(model, batch, step=step, points=1)
+
+
+def test_a_module_that_is_called_several_times_has_one_decision():
+    model, batch, step, plan = plan_of("shared", budget="70%")
+    (block,) = plan.blocks
+    assert block.name == "layer"
+    assert block.choice != "keep"
+    assert plan.measured.peak <= plan.budget
+
+
+def test_the_plan_is_no_slower_than_every_other_block_by_its_own_measure():
+    model, batch, step = gpt()
+    profile = measure(Bench(model, batch, step, None), repeats=1)
+    problem = profile.problem()
+    for every in (2, 3):
+        chosen = [int(number % every == 0) for number in range(len(profile.blocks))]
+        limit = peak(problem, chosen)[0]
+        solution = recollect._solver.solve(problem, limit)
+        assert solution.peak <= limit
+        assert solution.seconds <= sum(profile.option(n, one).seconds for n, one in enumerate(chosen)) + 1e-12
+
+
+# --- Offloading ---
+
+
+def test_blocks_are_offloaded_where_there_is_a_place(tmp_path):
+    model, batch, step = gpt()
+    where = Offload(to="disk", directory=str(tmp_path), min_bytes=0)
+    plan = recollect.plan(model, batch, step=step, budget="80%", allow=["offload"], offload=where, repeats=1)
+    assert plan.measured.peak <= plan.budget
+    moved = [block for block in plan.blocks if block.out]
+    assert moved
+    assert all(isinstance(one, Offload) for block in moved for one in block.decisions.values())
+    expected = gradients(copy.deepcopy(model), batch, step)
+    before = recollect.offload_stats()
+    with Plan.from_dict(json.loads(json.dumps(plan.to_dict()))).apply(model):
+        got = gradients(model, batch, step)
+    assert recollect.offload_stats().bytes_out > before.bytes_out
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_may_be_decided_is_checked():
+    model, batch, step = gpt()
+    with pytest.raises(ValueError, match="allow must be one of"):
+        recollect.plan(model, batch, step=step, budget="80%", allow=["forget"])
+    with pytest.raises(TypeError, match="offload must be"):
+        recollect.plan(model, batch, step=step, budget="80%", offload="disk")
+    with pytest.raises(ValueError, match="host_budget"):
+        recollect.plan(model, batch, step=step, budget="80%", host_budget="much")
+
+
+def test_without_recomputing_nothing_is_recomputed():
+    with pytest.raises(BudgetError):
+        plan_of("gpt", budget="50%", allow=["offload"])
+
+
+# --- On paper ---
+
+
+def test_on_the_meta_device_bytes_are_those_of_a_real_step():
+    model, batch, step = gpt()
+    real = measure(Bench(model, batch, step, None), repeats=1)
+    paper = measure(Bench(copy.deepcopy(model).to("meta"), batch.to("meta"), step, "H200"), repeats=1)
+    assert paper.is_estimated
+    assert paper.blocks == real.blocks
+    peaks = [max(mark.peak for mark in one.marks) for one in (paper, real)]
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
+    assert paper.seconds > 0
+
+
+def test_a_plan_on_paper_says_so():
+    model, batch, step = gpt()
+    plan = recollect.plan(model.to("meta"), batch.to("meta"), step=step, budget="70%", gpu="H200")
+    assert plan.is_estimated
+    assert plan.measured is None
+    assert plan.predicted.peak <= plan.budget
+    assert "estimated" in str(plan)
+
+
+def test_attention_on_paper_is_the_fused_kernel():
+    attention = F.scaled_dot_product_attention
+    layer = nn.TransformerEncoderLayer(64, 2, 128, batch_first=True, dtype=torch.bfloat16, device="meta")
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    x = torch.randn(2, 1024, 64, device="meta", dtype=torch.bfloat16)
+    profile = measure(Bench(model, x, None, None))
+    assert F.scaled_dot_product_attention is attention
+    # Weights of attention would be 2 * 2 * 1024 * 1024 * 2 bytes in each layer.
+    assert max(kind.options[0].kept for kind in profile.kinds) < 8 * 2**20
+
+
+# --- Files ---
+
+
+def test_a_plan_survives_a_file(tmp_path):
+    model, batch, step, plan = plan_of("gpt", budget="60%")
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    loaded = Plan.load(file)
+    assert loaded.to_dict() == json.loads(json.dumps(plan.to_dict()))
+    assert str(loaded) == str(plan)
+    assert repr(loaded.decisions()) == repr(plan.decisions())
+    with CountOperators() as plain:
+        next_word(model, batch).backward()
+    with loaded.apply(model):
+        next_word(model, batch).backward()
+        with CountOperators() as planned:
+            next_word(model, batch).backward()
+    assert len(planned.names) > len(plain.names)
+    assert [file] == list(tmp_path.iterdir())
+
+
+def test_decisions_as_data():
+    policy = recollect.save_ops(torch.ops.aten.mm.default, calls=[0, 2])
+    for decision in (Save(), Recompute(), Recompute(policy=policy), Offload(min_bytes=5), Recompute(inputs=Offload())):
+        again = _decode(json.loads(json.dumps(_encode(decision))))
+        assert type(again) is type(decision)
+        assert _encode(again) == _encode(decision)
+    with pytest.raises(TypeError, match="call by call"):
+        _encode(Recompute(policy=recollect.policies.save_matmuls))
+    with pytest.raises(ValueError, match="decision must be one of"):
+        _decode({"decision": "forget"})
+
+
+def test_a_plan_of_another_model_is_refused(tmp_path):
+    *_, plan = plan_of("gpt", budget="70%")
+    other = Gpt(layers=5)
+    with pytest.raises(ValueError, match=r"made for another model.*\n.*layers\.4"):
+        plan.apply(other)
+    wider = Gpt(width=64)
+    with pytest.raises(ValueError, match=r"of shape \[64, 64\] instead of \[64, 32\]"):
+        plan.apply(wider)
+    for model in (other, wider):
+        assert not any("recollect" in key for one in model.modules() for key in vars(one))
+    with pytest.raises(TypeError, match="model must be"):
+        plan.apply("gpt")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"version": 99}', '{"version": 1}', '{"version": 1, "blocks": [{"name": 3}]}']
+)
+def test_a_damaged_file_is_refused(tmp_path, text):
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"plan\.json cannot be used as a plan"):
+        Plan.load(file)
+
+
+# --- Bad input ---
+
+
+def test_budgets():
+    model, batch, step = gpt()
+    for budget in ("12 elephants", -5, "0%", "120%", "x%", 1.5, [1]):
+        with pytest.raises((ValueError, TypeError), match="budget"):
+            recollect.plan(model, batch, step=step, budget=budget, repeats=1)
+    with pytest.raises(TypeError, match="a budget"):
+        recollect.plan(model, batch, step=step)
+    with pytest.raises(TypeError, match="one of them"):
+        recollect.plan(model, batch, step=step, budget="70%", time_budget=1.1)
+    with pytest.raises(ValueError, match="time_budget must be"):
+        recollect.plan(model, batch, step=step, time_budget=0.5)
+    with pytest.raises(ValueError, match="repeats must be"):
+        recollect.plan(model, batch, step=step, budget="70%", repeats=0)
+    with pytest.raises(TypeError, match="model must be"):
+        recollect.plan(next_word, batch, step=step, budget="70%")
+    assert recollect.plan(model, batch, step=step, budget="device", repeats=1).decisions() == {}
+
+
+def test_no_training_step():
+    model, batch, step = gpt()
+    with pytest.raises(TypeError, match="step must return the loss"):
+        recollect.plan(model, batch, step=lambda model, batch: 3.0, budget="70%")
+    with pytest.raises(TypeError, match=r"step must return the loss.*float32\[4, 33, 64\]"):
+        recollect.plan(model, batch, step=lambda model, batch: model(batch), budget="70%")
+    with pytest.raises(ValueError, match="no parameters"):
+        recollect.plan(nn.ReLU(), batch, budget="70%")
+    with pytest.raises(ValueError, match="nothing to plan for"):
+        recollect.plan(nn.Linear(3, 3), torch.ones(2, 3), budget="70%")
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="do not require grad"):
+        recollect.plan(model, batch, budget="70%")
+
+
+def test_a_step_that_fails_leaves_the_model_alone():
+    model, batch, step = gpt()
+    calls = []
+
+    def fails(model, batch):
+        calls.append(1)
+        if len(calls) > 3:
+            raise ZeroDivisionError("in the step")
+        return step(model, batch)
+
+    hooks = [(len(one._forward_hooks), len(one._forward_pre_hooks)) for one in model.modules()]
+    around = ambient_state()
+    with pytest.raises(ZeroDivisionError, match="in the step"):
+        recollect.plan(model, batch, step=fails, budget="70%")
+    assert ambient_state() == around
+    assert hooks == [(len(one._forward_hooks), len(one._forward_pre_hooks)) for one in model.modules()]
+    assert not any("recollect" in key for one in model.modules() for key in vars(one))
+
+
+def test_a_model_that_is_decided_already_is_refused():
+    model, batch, step = gpt()
+    with recollect.apply(model, {"layers.*": Recompute()}), pytest.raises(ValueError, match="decided already"):
+        recollect.plan(model, batch, step=step, budget="70%")
+
+
+def test_progress_is_told():
+    told = []
+    plan_of("gpt", budget="80%", progress=lambda what, done, of: told.append((what, done, of)))
+    words = [what for what, _, _ in told]
+    assert any("measuring layers.0" in what for what in words)
+    assert "running the plan" in words
+    assert all(0 <= done <= of for _, done, of in told)
+
+
+def test_no_warnings_about_decisions_that_were_only_tried():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan_of("gpt", budget="70%")
+    assert not caught
