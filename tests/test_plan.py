@@ -325,7 +325,7 @@ def test_a_frontier_falls():
 
 
 def test_a_module_that_is_called_several_times_has_one_decision():
-    model, batch, step, plan = plan_of("shared", budget="70%")
+    *_, plan = plan_of("shared", budget="70%")
     (block,) = plan.blocks
     assert block.name == "layer"
     assert block.choice != "keep"
@@ -417,7 +417,7 @@ def test_attention_on_paper_is_the_fused_kernel():
 
 
 def test_a_plan_survives_a_file(tmp_path):
-    model, batch, step, plan = plan_of("gpt", budget="60%")
+    model, batch, _, plan = plan_of("gpt", budget="60%")
     file = tmp_path / "plan.json"
     plan.save(file)
     loaded = Plan.load(file)
@@ -492,7 +492,7 @@ def test_budgets():
 
 
 def test_no_training_step():
-    model, batch, step = gpt()
+    model, batch, _ = gpt()
     with pytest.raises(TypeError, match="step must return the loss"):
         recollect.plan(model, batch, step=lambda model, batch: 3.0, budget="70%")
     with pytest.raises(TypeError, match=r"step must return the loss.*float32\[4, 33, 64\]"):

@@ -1,0 +1,145 @@
+"""Plans on a GPU: budgets hold by the allocator's own count, predictions are close, and gradients are equal."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import recollect
+from recollect._bench import Bench
+from recollect._meters import link_of
+from recollect._problem import peak
+from recollect.profile import decided, measure
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+MIB = 2**20
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    def __init__(self, layers=8, width=512, words=1024):
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Layer(width, 8) for _ in range(layers))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, text):
+        x = self.words(text)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def next_word(model, text):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+
+
+@pytest.fixture
+def gpt():
+    torch.manual_seed(0)
+    return Gpt().cuda(), torch.randint(1024, (8, 513), device="cuda")
+
+
+def gradients(model, text):
+    torch.manual_seed(1)
+    model.zero_grad()
+    torch.use_deterministic_algorithms(True)
+    try:
+        loss = next_word(model, text)
+        loss.backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [loss.detach(), *(one.grad for one in model.parameters())]
+
+
+def peak_of(model, text):
+    for _ in range(2):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        next_word(model, text).backward()
+    return torch.cuda.max_memory_allocated()
+
+
+@pytest.fixture(autouse=True)
+def deterministic_products(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def test_predictions_are_close(gpt):
+    model, text = gpt
+    bench = Bench(model, text, next_word, None)
+    profile = measure(bench, repeats=2)
+    problem = profile.problem()
+    modules = [model.get_submodule(block) for block in profile.blocks]
+    print([(one.name, one.kept // MIB, round(1e3 * one.seconds, 2)) for one in profile.kinds[0].options])
+    for choice in range(len(profile.kinds[0].options)):
+        chosen = [min(choice, len(profile.options(number)) - 1) for number in range(len(profile.blocks))]
+        ways = {block: profile.option(number, chosen[number]).decisions for number, block in enumerate(profile.blocks)}
+        with bench.leaving_nothing(), decided(model, ways):
+            bench.train()
+            got = max(mark.peak for mark in bench.weigh(modules))
+        assert got == pytest.approx(peak(problem, chosen)[0], rel=0.03), ways
+
+
+@pytest.mark.parametrize("allow", [["recompute"], ["recompute", "offload"], ["offload"]], ids="-".join)
+@pytest.mark.parametrize("budget", ["80%", "55%"])
+def test_a_budget_holds(gpt, budget, allow):
+    model, text = gpt
+    try:
+        plan = recollect.plan(model, text, step=next_word, budget=budget, allow=allow, repeats=2)
+    except recollect.BudgetError as error:
+        assert allow == ["offload"]
+        assert error.smallest > 0
+        return
+    assert plan.measured.peak <= plan.budget
+    expected = gradients(copy.deepcopy(model), text)
+    with plan.apply(model):
+        assert peak_of(model, text) <= plan.budget
+        got = gradients(model, text)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_a_step_that_does_not_fit_is_planned_all_the_same(gpt):
+    model, text = gpt
+    plain = peak_of(model, text)
+    model.zero_grad()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, plain * 0.8 / total))
+    try:
+        plan = recollect.plan(model, text, step=next_word, budget=int(plain * 0.7), repeats=1, allow=["recompute"])
+        assert plan.measured.peak <= plan.budget
+        assert not plan.plain_marks
+        assert plan.plain.peak == pytest.approx(plain, rel=0.05)
+        with pytest.raises(ValueError, match="does not fit on the device"):
+            recollect.plan(model, text, step=next_word, budget="70%", repeats=1, allow=["offload"])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_what_is_free_is_a_budget(gpt):
+    model, text = gpt
+    plan = recollect.plan(model, text, step=next_word, budget="device", repeats=1)
+    assert plan.decisions() == {}
+
+
+def test_the_link_is_measured():
+    out, back = link_of(torch.device("cuda"), "cpu", None)
+    assert 1e9 < out < 1e12
+    assert 1e9 < back < 1e12
