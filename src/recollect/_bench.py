@@ -87,6 +87,12 @@ class Bench:
         for parameter in self.model.parameters():
             parameter.grad = None
 
+    def let_go(self) -> None:
+        """Give back what nobody uses any more."""
+        gc.collect()
+        if not self.is_estimated and self.device.type != "cpu":
+            torch.accelerator.memory.empty_cache()
+
     def forward(self) -> Tensor:
         """The loss."""
         self.start_anew()

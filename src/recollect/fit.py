@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -266,18 +265,19 @@ class _Trial:
         """A step under decisions; None if the device had not enough memory for it."""
         bench = self._bench
         decisions = {name: one for block in planned(self._profile, solution) for name, one in block.decisions.items()}
+        ran = None
         with bench.leaving_nothing():
             try:
                 with decided(bench.model, {"": decisions}, "first"):
                     for _ in range(_WARM_UP):  # replays are compared by value at first, and stores learn
                         bench.train()
                     marks = bench.weigh([bench.model.get_submodule(name) for name in self._profile.blocks])
-                    return _Ran(Step(max(mark.peak for mark in marks), bench.seconds(self._repeats)), tuple(marks))
+                    ran = _Ran(Step(max(mark.peak for mark in marks), bench.seconds(self._repeats)), tuple(marks))
             except torch.OutOfMemoryError:
-                return None
-            finally:
-                bench.start_anew()
-                gc.collect()
+                pass
+            bench.start_anew()
+            bench.let_go()
+        return ran
 
     def plan_for_bytes(self, budget: int, limit: int) -> Plan:
         """The fastest plan whose step was seen to stay within `limit` bytes, which are those of the budget or less."""

