@@ -7,6 +7,7 @@ ended: gradients, buffers, random generators. No optimizer is touched, and no pa
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from recollect._calls import hooks_on
 from recollect._generators import others
 from recollect._inputs import Arguments, find_tensors
 from recollect._meters import Clock, Meter, RealClock, Roofline, as_on_gpu, gpu_of, meter_of
+from recollect._ranks import worst
 from recollect._torch import own_tensors
 
 Step = Callable[[Any, Any], Tensor]
@@ -106,12 +108,16 @@ class Bench:
         self.forward().backward()
 
     def seconds(self, repeats: int) -> float:
-        """How long a step takes: the median."""
+        """How long a step takes: the median, of the slowest rank."""
         self.train()
-        return statistics.median(self.clock.seconds(self.train, 1) for _ in range(1 if self.is_estimated else repeats))
+        times = [self.clock.seconds(self.train, 1) for _ in range(1 if self.is_estimated else repeats)]
+        return worst([statistics.median(times)])[0]
 
     def weigh(self, blocks: Sequence[Module]) -> list[Mark]:
-        """A step, moment by moment, given the blocks in the order of their calls. The last mark is the end."""
+        """A step, moment by moment, given the blocks in the order of their calls. The last mark is the end.
+
+        Where there are several ranks, peaks are those of the rank that needs most.
+        """
         self.start_anew()
         gc.collect()
         with self.meter.watching():
@@ -123,7 +129,8 @@ class Bench:
             del loss
             line.mark(END)
         self.start_anew()
-        return line.marks
+        peaks = worst([mark.peak for mark in line.marks])
+        return [dataclasses.replace(mark, peak=peak) for mark, peak in zip(line.marks, peaks, strict=True)]
 
     @contextlib.contextmanager
     def leaving_nothing(self) -> Iterator[None]:

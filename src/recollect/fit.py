@@ -21,6 +21,7 @@ from recollect._bench import Bench, Mark
 from recollect._bench import Step as StepFunction
 from recollect._decided import decided_of
 from recollect._problem import Problem, Solution
+from recollect._ranks import same, worst
 from recollect._sizes import bytes_of, human
 from recollect._solver import InfeasibleError
 from recollect._stores.pool import memory_to_spare
@@ -120,7 +121,7 @@ def plan(
     if time_budget is not None:
         return trial.plan_for_time(plain.seconds * time_budget)
     assert budget is not None
-    limit = _bytes(budget, plain, bench.device)
+    limit = -worst([-_bytes(budget, plain, bench.device)])[0]
     return trial.plan_for_bytes(limit, limit - bytes_of("reserve", reserve))
 
 
@@ -277,7 +278,7 @@ class _Trial:
                 pass
             bench.start_anew()
             bench.let_go()
-        return ran
+        return None if worst([ran is None])[0] else ran
 
     def plan_for_bytes(self, budget: int, limit: int) -> Plan:
         """The fastest plan whose step was seen to stay within `limit` bytes, which are those of the budget or less."""
@@ -295,11 +296,11 @@ class _Trial:
         for attempt in range(_ATTEMPTS):
             self._tell("running the plan", attempt, _ATTEMPTS)
             try:
-                solution = _solver.solve(problem, limit - correction)
+                solution = same(_solver.solve(problem, limit - correction))
             except InfeasibleError as error:
                 if tried or error.smallest > limit * (1 + 2 * _CLOSE):
                     break
-                solution = _solver.smallest(problem)  # so close that a prediction does not settle it
+                solution = same(_solver.smallest(problem))  # so close that a prediction does not settle it
             if self._profile.is_estimated:
                 return self.as_plan(solution, budget)
             if solution.chosen in tried:
@@ -331,8 +332,8 @@ class _Trial:
         best: Plan | None = None
         for attempt in range(_ATTEMPTS):
             self._tell("running the plan", attempt, _ATTEMPTS)
-            solution = min(
-                (_solver.within(problem, max(allowed, 0.0)) for problem in self.problems), key=lambda one: one.peak
+            solution = same(
+                min((_solver.within(problem, max(allowed, 0.0)) for problem in self.problems), key=lambda one: one.peak)
             )
             if self._profile.is_estimated:
                 return self.as_plan(solution, None)

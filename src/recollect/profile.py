@@ -38,6 +38,7 @@ from recollect._candidates import Candidate, candidates, look_at
 from recollect._inputs import find_tensors
 from recollect._meters import link_of
 from recollect._problem import Block, Choice, Link, Moment, Problem
+from recollect._ranks import same, worst
 from recollect._torch import storage_key
 from recollect.modules import apply, unapply
 from recollect.policy import Decision, Offload, Recompute
@@ -257,12 +258,13 @@ def _weigh_base(
     """A whole step with all blocks kept or, if the device has not enough memory for that, recomputed."""
     modules = [block.module for block in blocks]
     try:
-        bench.train()
-        return True, bench.weigh(modules), bench.seconds(repeats)
+        marks = bench.weigh(modules)
     except torch.OutOfMemoryError:
-        pass  # its traceback holds what was computed, until here
-    bench.start_anew()
+        marks = []  # the traceback holds what was computed, until here
     bench.let_go()
+    (does_not_fit,) = worst([not marks])
+    if not does_not_fit:
+        return True, marks, bench.seconds(repeats)
     with decided(bench.model, {name: {"": Recompute()} for name in can_be_recomputed}):
         bench.train()
         return False, bench.weigh(modules), bench.seconds(repeats)
@@ -350,23 +352,29 @@ def _measure_kind(bench: Bench, block: Call, sample: Sample, repeats: int, settl
     alone.train()
     bench.start_anew()
     if settled is None:
-        proposed = candidates(look_at(sample, alone.forward, bench.device, bench.gpu))
+        proposed = same(candidates(look_at(sample, alone.forward, bench.device, bench.gpu)))
     else:
         proposed = [Candidate(one.name, one.decisions) for one in settled]
     weights: dict[int, _Weights] = {}
     notes: list[str] = []
     for number, candidate in enumerate(proposed):
+        failed = ""
         try:
             with decided(sample.module, {"": candidate.decisions}):
                 alone.train()
-                weights[number] = alone.weigh()
+                found = alone.weigh()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             if number == KEEP:
                 raise
-            notes.append(f"{candidate.name}: {type(error).__name__}: {str(error).splitlines()[0]}")
+            failed = f"{candidate.name}: {type(error).__name__}: {str(error).splitlines()[0]}"
             unapply(sample.module)
+        (failed,) = worst([failed])  # on any of the ranks
+        if failed:
+            notes.append(failed)
+        else:
+            weights[number] = _Weights(*worst(dataclasses.astuple(found)))
     times: dict[int, list[float]] = {number: [] for number in weights}
     forward_times: list[float] = []
     for _ in range(1 if bench.is_estimated else repeats):
@@ -374,8 +382,8 @@ def _measure_kind(bench: Bench, block: Call, sample: Sample, repeats: int, settl
         for number, all_times in times.items():
             with decided(sample.module, {"": proposed[number].decisions}):
                 all_times.append(bench.clock.seconds(alone.train, _TIMES))
-    seconds = {number: statistics.median(all_times) for number, all_times in times.items()}
-    forward_seconds = statistics.median(forward_times)
+    seconds = dict(zip(times, worst([statistics.median(each) for each in times.values()]), strict=True))
+    (forward_seconds,) = worst([statistics.median(forward_times)])
     options = [_option(proposed[number], one, seconds[number] - seconds[KEEP]) for number, one in weights.items()]
     if settled is None:
         options = best_of(options)
