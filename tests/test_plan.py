@@ -525,6 +525,44 @@ def test_a_step_that_fails_leaves_the_model_alone():
     assert not any("recollect" in key for one in model.modules() for key in vars(one))
 
 
+def test_a_step_that_changes_from_one_time_to_the_next_is_refused():
+    model, batch, step = gpt()
+    calls = []
+
+    def other_shapes(model, batch):
+        calls.append(1)
+        return step(model, batch[:, : 20 + len(calls)])
+
+    with pytest.raises(ValueError, match=r"not the same from one time to the next: layers\.0"):
+        recollect.plan(model, batch, step=other_shapes, budget="70%")
+
+    def other_layers(model, batch):
+        calls.append(1)
+        x = model.words(batch)
+        for layer in model.layers[: 3 + len(calls) % 2]:
+            x = layer(x)
+        return x.sum()
+
+    with pytest.raises(ValueError, match="not the same from one time to the next"):
+        recollect.plan(model, batch, step=other_layers, budget="70%")
+
+
+def test_a_batch_that_needs_gradients_gets_none():
+    model, _, _ = shared()
+    batch = torch.randn(2, 16, 32, requires_grad=True)
+    recollect.plan(model, batch, budget="90%", repeats=1)
+    assert batch.grad is None
+    batch.grad = torch.ones_like(batch)
+    recollect.plan(model, batch, budget="90%", repeats=1)
+    assert torch.equal(batch.grad, torch.ones_like(batch))
+
+
+def test_a_compiled_model_is_refused():
+    model, batch, step = gpt()
+    with pytest.raises(ValueError, match="the model is compiled"):
+        recollect.plan(torch.compile(model), batch, step=step, budget="70%")
+
+
 def test_a_model_that_is_decided_already_is_refused():
     model, batch, step = gpt()
     with recollect.apply(model, {"layers.*": Recompute()}), pytest.raises(ValueError, match="decided already"):

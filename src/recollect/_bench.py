@@ -81,13 +81,17 @@ class Bench:
 
     # --- Steps ---
 
+    def _leaves(self) -> list[Tensor]:
+        """What a step gives gradients to."""
+        return [*self.model.parameters(), *(one for one in self.outside if one.requires_grad and one.is_leaf)]
+
     def start_anew(self) -> None:
         """Put random generators where they were, and let go of gradients."""
         self._random.put()
         for put, state in self._others:
             put(state)
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        for leaf in self._leaves():
+            leaf.grad = None
 
     def let_go(self) -> None:
         """Give back what nobody uses any more."""
@@ -129,15 +133,14 @@ class Bench:
             del loss
             line.mark(END)
         self.start_anew()
+        line.check()
         peaks = worst([mark.peak for mark in line.marks])
         return [dataclasses.replace(mark, peak=peak) for mark, peak in zip(line.marks, peaks, strict=True)]
 
     @contextlib.contextmanager
     def leaving_nothing(self) -> Iterator[None]:
         """Put everything back that steps change."""
-        gradients = [(one, one.grad) for one in self.model.parameters() if one.grad is not None]
-        held = [(one, None if grad is None else _aside(grad)) for one, grad in gradients]
-        del gradients
+        held = [(one, _aside(one.grad)) for one in self._leaves() if one.grad is not None]
         buffers = [
             (own, name, tensor, _aside(tensor))
             for module in self.model.modules()
@@ -155,8 +158,8 @@ class Bench:
                     own[name] = tensor
                     if not tensor.is_meta:
                         tensor.copy_(before)
-            for parameter, grad in held:
-                parameter.grad = None if grad is None else grad.to(parameter.device)
+            for leaf, grad in held:
+                leaf.grad = grad.to(leaf.device)
 
 
 def _aside(tensor: Tensor) -> Tensor:
@@ -181,6 +184,7 @@ class _Line:
         self._waiting: dict[int, list[int]] = {}
         for number, block in enumerate(blocks):
             self._waiting.setdefault(id(block), []).append(number)
+        self._names = [type(block).__name__ for block in blocks]
         self._open: list[int] = []
         self.marks: list[Mark] = []
         meter.reset()
@@ -193,6 +197,12 @@ class _Line:
         self._begun = (what, block, self._meter.now())
         if what == END:
             self.marks.append(Mark(*self._begun, self._meter.now()))
+
+    def check(self) -> None:
+        """Raise if a block was not called as often as it was before."""
+        for waiting in self._waiting.values():
+            for number in waiting:
+                raise _errors.step_changes(self._names[number])
 
     def forward(self, module: Module, _: Arguments) -> None:
         waiting = self._waiting[id(module)]

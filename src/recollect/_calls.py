@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Sequential
 
+from recollect import _errors
 from recollect._ambient import Part, capture
 from recollect._decided import why_not
 from recollect._engine.pinned import is_recomputing
@@ -218,6 +219,8 @@ def take_samples(
     def before(module: Module, arguments: Arguments) -> None:
         waiting = numbers[id(module)]
         number = waiting.pop(0) if waiting else -1
+        if number < 0 or signature_of(arguments) != blocks[number].signature:
+            raise _errors.step_changes(blocks[number].name)
         if number in wanted:
             samples[number] = _sample(module, arguments, lives_on[number])
 
@@ -226,6 +229,9 @@ def take_samples(
         saved_tensors_hooks(lambda tensor: None, _unpack),
     ):
         forward()
+    for waiting in numbers.values():
+        for number in waiting:
+            raise _errors.step_changes(blocks[number].name)
     return samples
 
 

@@ -32,4 +32,4 @@ def worst(values: Sequence[T]) -> list[T]:
         return list(values)
     everybody: list[Sequence[T]] = [()] * _count()
     distributed.all_gather_object(everybody, list(values))
-    return [max(each) for each in zip(*everybody, strict=True)]  # type: ignore[type-var]
+    return [max(each) for each in zip(*everybody, strict=True)]

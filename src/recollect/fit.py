@@ -372,6 +372,8 @@ def _check(model: Any, budget: Any, time_budget: Any, repeats: Any) -> None:
         raise ValueError(f"time_budget must be a number from 1 on, got {_errors.describe_value(time_budget)}")
     if not isinstance(repeats, int) or repeats < 1:
         raise ValueError(f"repeats must be a number from 1 on, got {_errors.describe_value(repeats)}")
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("the model is compiled: make the plan for the model itself, apply it, and compile after that")
     if any(decided_of(module) is not None for module in model.modules()):
         raise ValueError(
             "the model is decided already, by recollect.apply or a plan: take that off first, with handle.remove() or "

@@ -258,6 +258,7 @@ def _weigh_base(
     """A whole step with all blocks kept or, if the device has not enough memory for that, recomputed."""
     modules = [block.module for block in blocks]
     try:
+        bench.train()
         marks = bench.weigh(modules)
     except torch.OutOfMemoryError:
         marks = []  # the traceback holds what was computed, until here
