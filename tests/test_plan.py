@@ -19,8 +19,6 @@ from recollect.plan import _decode, _encode
 from recollect.profile import decided, measure
 from tools import CountOperators, ambient_state
 
-pytestmark = pytest.mark.filterwarnings("error")
-
 
 @pytest.fixture(autouse=True)
 def one_thread():
