@@ -183,8 +183,8 @@ def nothing_to_decide(model: str) -> ValueError:
 def step_changes(module: str) -> ValueError:
     return ValueError(
         f"the step is not the same from one time to the next: {module or 'the model'} is called another number of "
-        "times, or with tensors of other shapes. A plan is for one shape of batch: plan for the largest, with a step that "
-        "does the same every time"
+        "times, or with tensors of other shapes. A plan is for one shape of batch: plan for the largest, with a step "
+        "that does the same every time"
     )
 
 
