@@ -20,7 +20,10 @@ FILES = sorted(ROOT.rglob("*.py"))
 # A new file takes its place here first.
 LAYERS = [
     ["recollect.__main__"],
-    ["recollect._run"],
+    ["recollect.cli"],
+    ["recollect._cli_terminal"],
+    ["recollect._cli_tables", "recollect._cli_target", "recollect._cli_plot"],
+    ["recollect._check", "recollect._demo", "recollect._doctor", "recollect._run"],
     ["recollect"],
     ["recollect._patch"],
     ["recollect._served"],
