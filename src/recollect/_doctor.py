@@ -18,6 +18,7 @@ from recollect._stores.pool import memory_to_spare
 # What each needs, and what it is for. A test holds this against pyproject.toml.
 EXTRAS = {
     "cli": (("typer", "rich"), "the commands but for run"),
+    "plan": (("scipy",), "plans that offload"),
     "report": (("plotly",), "reports of plans"),
     "transformers": (("transformers",), "recollect.integrations.transformers"),
     "lightning": (("lightning",), "recollect.integrations.lightning"),

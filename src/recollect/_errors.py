@@ -39,6 +39,18 @@ class SavedTensorChangedError(CheckpointError):
     """A recovered tensor was changed in place by the function itself, or one in a store before it was copied."""
 
 
+class InfeasibleError(ValueError):
+    """A budget into which nothing fits, whatever is chosen.
+
+    Attributes:
+        smallest: The least number of bytes that would do.
+        where: The moment of the step that sets it: "backward of layers.7".
+    """
+
+    smallest: int = 0
+    where: str = ""
+
+
 # --- Words ---
 
 
@@ -111,7 +123,25 @@ def describe_value(value: object) -> str:
     return f"{type(value).__name__} {reprlib.repr(value)}"
 
 
+def describe_amount(amount: int, *, up: bool) -> str:
+    """`3.2 GiB`, rounded upwards for what is needed, so that who gives that much gives enough, else downwards."""
+    power = next((power for power in range(4) if amount < 1024 ** (power + 1)), 4)
+    if power == 0:
+        return f"{amount} B"
+    tenths = -(-amount * 10 // 1024**power) if up else amount * 10 // 1024**power
+    return f"{tenths / 10:.1f} {'KMGT'[power - 1]}iB"
+
+
 # --- Bad input ---
+
+
+def infeasible(budget: int, smallest: int, where: str) -> InfeasibleError:
+    error = InfeasibleError(
+        f"nothing fits into {describe_amount(budget, up=False)}: a step takes at least "
+        f"{describe_amount(smallest, up=True)}; the {where} sets it. Give more, or make the batch smaller"
+    )
+    error.smallest, error.where = smallest, where
+    return error
 
 
 def not_callable(argument: str, value: object) -> TypeError:

@@ -1,0 +1,349 @@
+"""The same choice as a mixed-integer linear program, for what a chain of blocks does not cover: the link and ties.
+
+Solved by HiGHS through `scipy.optimize.milp`, which is loaded when it is asked for. One binary variable per block and
+choice, tied blocks share theirs; running sums (what is kept before a block, what goes out and what is computed after
+it) are variables of their own, which keeps the matrix sparse.
+
+Neighbours that are alike are one run with a count for each choice, so that the solver does not look at every order of
+the same counts. What is alive besides what blocks keep may rise or fall from one to the next by the same amount, as
+gradients do. The rows then speak of the order that is best for them, whatever the counts are:
+
+- memory, from the first block on: first what lowers it, by rising need, then the others by falling need - rise;
+- going out and coming back, from the last block on: first what computes for longer than it travels, by rising time on
+  the link, then the others by falling time of computing.
+
+(Johnson's rule for two machines, 1954, three times; it is an exchange argument.) Where these orders are one, this is
+the same problem. Where they differ it asks for less, so what it bounds is bounded truly, and whoever asked sees which
+of the orders holds, and may ask again with all blocks apart.
+
+Answers are rounded to whole numbers and are to be checked by whoever asked: the solver keeps a row only within 1e-6.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from recollect._problem import Block, Choice, Link, Problem
+
+Row = dict[int, float]
+
+
+class Answer(NamedTuple):
+    """Candidates to be checked, none where the solver found none in its time; what the objective is no less than.
+
+    `apart` says whether the blocks were all apart.
+    """
+
+    candidates: list[list[int]]
+    bound: float
+    apart: bool
+
+
+class _Run(NamedTuple):
+    first: int
+    length: int
+    columns: list[int]
+    ks: list[int]
+    choices: list[Choice]
+    memory: list[_Memory]
+    out: list[int]  # orders, as positions in the lists above
+    back: list[int]
+
+
+class _Memory(NamedTuple):
+    needs: list[int]  # per choice, at the first block of the run
+    rises: list[int]  # per choice, from one block to the next
+    order: list[int]
+
+
+def is_there() -> bool:
+    """Whether scipy is."""
+    try:
+        from scipy.optimize import milp  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def solve(
+    problem: Problem,
+    options: Sequence[Sequence[int]],
+    *,
+    budget: int,
+    seconds: float | None = None,
+    time_limit: float,
+    gap: float,
+    apart: bool = False,
+    margin: float = 0.0,
+) -> Answer:
+    """Least seconds within `budget`; with `seconds`, the least peak within both.
+
+    Args:
+        problem: What to choose from.
+        options: The indices of the choices of each block that may be taken.
+        budget: Bytes.
+        seconds: At most so many, stalls included; infinity is allowed.
+        time_limit: For the solver, in seconds.
+        gap: Stop when the answer is proven to be within this share of the optimum.
+        apart: Leave alike blocks apart.
+        margin: Tighten every bound by this share, so that the solver's tolerance does not carry an answer beyond it.
+    """
+    return _Program(problem, options, budget, seconds, apart, margin).run(time_limit, gap)
+
+
+class _Program:
+    def __init__(
+        self,
+        problem: Problem,
+        options: Sequence[Sequence[int]],
+        budget: int,
+        seconds: float | None,
+        apart: bool,
+        margin: float,
+    ) -> None:
+        self.problem = problem
+        self.cost: list[float] = []
+        self.upper: list[float] = []
+        self.whole: list[int] = []
+        self.rows: list[tuple[Row, float, float]] = []
+        choices = [block.choices[k] for block, allowed in zip(problem.blocks, options, strict=True) for k in allowed]
+        self.byte = 1 / max(budget, 1)
+        self.second = 1 / (max((choice.seconds for choice in choices), default=0.0) or 1.0)
+        self.sent = 1 / (max((choice.out for choice in choices), default=0) or 1)
+        self.keep = 1 - margin
+        self.of_peak = seconds is not None
+        self.peak = self.column(1.0 if self.of_peak else 0.0, budget * self.byte * self.keep)
+        self.runs = self.all_runs(options, apart)
+        self.memory()
+        total = {column: choice.seconds * self.second for column, choice in self.counted()}
+        if any(choice.out for choice in choices):
+            total.update(self.link())
+        if seconds is None:
+            for column, cost in total.items():
+                self.cost[column] += cost
+        elif math.isfinite(seconds):
+            self.row(total, high=seconds * self.second * self.keep)
+
+    # --- Building ---
+
+    def column(self, cost: float = 0.0, upper: float = math.inf, *, whole: bool = False) -> int:
+        self.cost.append(cost)
+        self.upper.append(upper)
+        self.whole.append(int(whole))
+        return len(self.cost) - 1
+
+    def row(self, terms: Row, *, low: float = -math.inf, high: float = math.inf) -> None:
+        self.rows.append((terms, low, high))
+
+    def counted(self) -> list[tuple[int, Choice]]:
+        """Every column of a choice, once per block or run that it stands for, with seconds added up where tied."""
+        sums: dict[int, list[Choice]] = {}
+        for run in self.runs:
+            for column, choice in zip(run.columns, run.choices, strict=True):
+                sums.setdefault(column, []).append(choice)
+        return [
+            (column, Choice(math.fsum(choice.seconds for choice in parts), 0, out=sum(choice.out for choice in parts)))
+            for column, parts in sums.items()
+        ]
+
+    def all_runs(self, options: Sequence[Sequence[int]], apart: bool) -> list[_Run]:
+        blocks = self.problem.blocks
+        group_of = {i: number for number, group in enumerate(self.problem.tied) for i in group}
+        columns_of: dict[int, list[int]] = {}
+        borders = {moment.after for moment in self.problem.moments}
+        runs: list[_Run] = []
+        i = 0
+        while i < len(blocks):
+            block, ks = blocks[i], list(options[i])
+            choices = [block.choices[k] for k in ks]
+            end = i + 1
+            # Else a row of a choice that does not occur could ask for more than what is there.
+            rising = all(block.need(choice) >= choice.kept for choice in choices)
+            while (
+                not apart
+                and rising
+                and end < len(blocks)
+                and end not in borders
+                and not group_of.keys() & {i, end}
+                and _alike(block, blocks[i + 1], blocks[end], end - i)
+                and list(options[end]) == ks
+            ):
+                end += 1
+            columns = columns_of.get(group_of.get(i, -1))
+            if columns is None:
+                columns = [self.column(upper=end - i, whole=True) for _ in ks]
+                self.row(dict.fromkeys(columns, 1.0), low=end - i, high=end - i)
+                if i in group_of:
+                    columns_of[group_of[i]] = columns
+            memory = _memory(block, choices, blocks[i + 1] if end - i > 1 else block)
+            out, back = _on_link(block, choices, memory[-1].order, self.problem.link)
+            runs.append(_Run(i, end - i, columns, ks, choices, memory, out, back))
+            i = end
+        return runs
+
+    def memory(self) -> None:
+        there = self.column(upper=0.0)
+        others: dict[int, int] = {}
+        for moment in self.problem.moments:
+            others[moment.after] = max(others.get(moment.after, 0), moment.bytes)
+        self.used: list[list[int]] = []  # per run of several: whether a choice occurs at all
+        for run in self.runs:
+            self.moment(others.get(run.first), there)
+            kept = [choice.kept * self.byte for choice in run.choices]
+            if run.length == 1:
+                self.used.append(run.columns)
+            else:
+                self.used.append([self.column(upper=1.0, whole=True) for _ in run.columns])
+                for column, used in zip(run.columns, self.used[-1], strict=True):
+                    self.row({column: 1.0, used: -float(run.length)}, high=0.0)
+                    self.row({used: 1.0, column: -1.0}, high=0.0)
+            for memory in run.memory:
+                self.fit(run, memory, self.used[-1], there)
+            after = self.column()
+            self.row({there: 1.0, after: -1.0, **dict(zip(run.columns, kept, strict=True))}, low=0.0, high=0.0)
+            there = after
+        self.moment(others.get(len(self.problem.blocks)), there)
+
+    def fit(self, run: _Run, memory: _Memory, used: list[int], there: int) -> None:
+        needs = [need * self.byte for need in memory.needs]
+        terms: Row = {there: 1.0, self.peak: -1.0}
+        if run.length == 1:
+            self.row({**terms, **dict(zip(run.columns, needs, strict=True))}, high=0.0)
+            return
+        # Along blocks that choose alike memory rises or falls steadily: the last or the first of them decides.
+        for c in memory.order:
+            rise = memory.rises[c] * self.byte
+            before, terms = terms, {**terms, run.columns[c]: rise}
+            self.row({**terms, used[c]: needs[c] - rise} if rise > 0 else {**before, used[c]: needs[c]}, high=0.0)
+
+    def moment(self, bytes_: int | None, there: int) -> None:
+        if bytes_:
+            self.row({there: 1.0, self.peak: -1.0}, high=-bytes_ * self.byte)
+
+    def link(self) -> Row:
+        """Windows for going out and for coming back; gives the columns of the stalls, with their cost."""
+        link = self.problem.link
+        assert link is not None
+        stall_out, stall_back = self.column(), self.column()
+        sent, work = self.column(upper=0.0), self.column(upper=0.0)  # by later blocks: bytes, seconds of backward
+        forward = 0.0
+        for run, used in zip(reversed(self.runs), reversed(self.used), strict=True):
+            block = self.problem.blocks[run.first]
+            f = block.forward_seconds * self.second
+            b = [(block.backward_seconds + choice.seconds) * self.second for choice in run.choices]
+            out = [choice.out * self.sent for choice in run.choices]
+            for stall, speed, order, per, late in (
+                (stall_out, link.out, run.out, [f] * len(b), forward),
+                (stall_back, link.back, run.back, b, None),
+            ):
+                slow = self.second / (speed * self.sent)  # units of time per unit of what is sent
+                fixed: Row = {sent: slow, stall: -1.0}
+                if late is None:
+                    fixed[work] = -1.0
+                high = (late or 0.0) * self.keep
+                if run.length == 1:
+                    terms = {column: slow * o for column, o in zip(run.columns, out, strict=True) if o}
+                    if terms:
+                        self.row({**fixed, **terms}, high=high)
+                    continue
+                # Along blocks that choose alike what is late grows or shrinks steadily: the last and the first decide.
+                for c in reversed(order):
+                    column = run.columns[c]
+                    if out[c]:
+                        self.row({**fixed, used[c]: slow * out[c]}, high=high)
+                        self.row({**fixed, column: slow * out[c] - per[c], used[c]: per[c]}, high=high)
+                    fixed[column] = slow * out[c] - per[c]
+            forward += f * run.length
+            earlier_sent, earlier_work = self.column(), self.column()
+            self.row({sent: 1.0, earlier_sent: -1.0, **dict(zip(run.columns, out, strict=True))}, low=0.0, high=0.0)
+            self.row({work: 1.0, earlier_work: -1.0, **dict(zip(run.columns, b, strict=True))}, low=0.0, high=0.0)
+            sent, work = earlier_sent, earlier_work
+        if self.problem.host_bytes is not None:
+            self.upper[sent] = self.problem.host_bytes * self.sent * self.keep
+        return {stall_out: 1.0, stall_back: 1.0}
+
+    # --- Solving ---
+
+    def run(self, time_limit: float, gap: float) -> Answer:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
+
+        rows, columns, values = [], [], []
+        for number, (terms, _, _) in enumerate(self.rows):
+            for column, value in terms.items():
+                if value:
+                    rows.append(number)
+                    columns.append(column)
+                    values.append(value)
+        matrix = coo_array((values, (rows, columns)), shape=(len(self.rows), len(self.cost)))
+        result = milp(
+            self.cost,
+            integrality=self.whole,
+            bounds=Bounds([0.0] * len(self.upper), self.upper),
+            constraints=LinearConstraint(
+                matrix.tocsr(), [low for _, low, _ in self.rows], [high for _, _, high in self.rows]
+            ),
+            options={"time_limit": time_limit, "mip_rel_gap": gap},
+        )
+        unit = self.byte if self.of_peak else self.second
+        bound = getattr(result, "mip_dual_bound", None)
+        if bound is None or not math.isfinite(bound):
+            bound = 0.0
+        return Answer(
+            [] if result.x is None else self.candidates(result.x),
+            max(bound / unit, 0.0),
+            all(run.length == 1 for run in self.runs),
+        )
+
+    def candidates(self, values: Any) -> list[list[int]]:
+        found: list[list[int]] = []
+        orders = [(run.memory[0].order, run.memory[-1].order, run.out, run.back) for run in self.runs]
+        for best_for in range(4):
+            chosen: list[int] = []
+            for run, order in zip(self.runs, orders, strict=True):
+                for c in order[best_for]:
+                    chosen += [run.ks[c]] * round(float(values[run.columns[c]]))
+            if chosen not in found:
+                found.append(chosen)
+        return found
+
+
+def _alike(first: Block, second: Block, other: Block, distance: int) -> bool:
+    """Whether `other` goes on as `first` and `second` begin, so far from the first."""
+    return first.kind is not None and other == replace(
+        first,
+        name=other.name,
+        base_forward=first.base_forward + distance * (second.base_forward - first.base_forward),
+        base_backward=first.base_backward + distance * (second.base_backward - first.base_backward),
+    )
+
+
+def _memory(block: Block, choices: list[Choice], following: Block) -> list[_Memory]:
+    """What is there at the forward and at the backward; one for both where that is the same from block to block."""
+    steps = following.base_forward - block.base_forward, following.base_backward - block.base_backward
+    forward = [block.base_forward + choice.forward for choice in choices]
+    backward = [block.base_backward + choice.backward for choice in choices]
+    if steps == (0, 0):
+        return [_ordered([block.need(choice) for choice in choices], 0, choices)]
+    return [_ordered(forward, steps[0], choices), _ordered(backward, steps[1], choices)]
+
+
+def _ordered(needs: list[int], step: int, choices: list[Choice]) -> _Memory:
+    rises = [choice.kept + step for choice in choices]
+    order = sorted(range(len(choices)), key=lambda c: (-choices[c].out, choices[c].kept))
+    order.sort(key=lambda c: (0, needs[c]) if rises[c] <= 0 else (1, rises[c] - needs[c]))
+    return _Memory(needs, rises, order)
+
+
+def _on_link(block: Block, choices: list[Choice], order: list[int], link: Link | None) -> tuple[list[int], list[int]]:
+    if link is None:
+        return order, order
+    travel = [choice.out / link.back for choice in choices]
+    work = [block.backward_seconds + choice.seconds for choice in choices]
+    # Sorted from the last block on; what is equal stays as it is best for memory.
+    latest = order[::-1]
+    back = sorted(latest, key=lambda c: (0, travel[c]) if work[c] >= travel[c] else (1, -work[c]))
+    return sorted(order, key=lambda c: -choices[c].out), back[::-1]

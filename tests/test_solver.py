@@ -1,0 +1,532 @@
+"""The solver against every answer there is, against what people do by hand, and with and without scipy."""
+
+import itertools
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from recollect import _knapsack, _milp, _solver
+from recollect._errors import describe_amount
+from recollect._problem import is_allowed, solution, stalls, switches
+from recollect._solver import Block, Choice, InfeasibleError, Link, Moment, Problem, frontier, peak, smallest, solve
+
+GIB = 2**30
+
+
+# --- Every answer there is ---
+
+
+def every_answer(problem):
+    """(peak, seconds) of every choice that is allowed, from the definitions and nothing of the solver's."""
+    blocks = problem.blocks
+    for chosen in itertools.product(*(range(len(block.choices)) for block in blocks)):
+        if any(len({chosen[i] for i in group}) > 1 for group in problem.tied):
+            continue
+        picked = [block.choices[k] for block, k in zip(blocks, chosen, strict=True)]
+        if problem.host_bytes is not None and sum(c.out for c in picked) > problem.host_bytes:
+            continue
+        kept = [0, *itertools.accumulate(c.kept for c in picked)]
+        moments = [
+            kept[i] + max(b.base_forward + c.forward, b.base_backward + c.backward)
+            for i, (b, c) in enumerate(zip(blocks, picked, strict=True))
+        ] + [kept[moment.after] + moment.bytes for moment in problem.moments]
+        out = back = 0.0
+        if problem.link is not None:
+            for i in range(len(blocks)):
+                gone = sum(c.out for c in picked[i:])
+                if picked[i].out:
+                    forward = sum(b.forward_seconds for b in blocks[i + 1 :])
+                    backward = sum(
+                        b.backward_seconds + c.seconds for b, c in zip(blocks[i + 1 :], picked[i + 1 :], strict=True)
+                    )
+                    out = max(out, gone / problem.link.out - forward)
+                    back = max(back, gone / problem.link.back - backward)
+        yield max(moments, default=0), sum(c.seconds for c in picked) + out + back
+
+
+def least_seconds(answers, budget):
+    return min((seconds for bytes_, seconds in answers if bytes_ <= budget), default=None)
+
+
+@st.composite
+def problems(draw, most=2000, offloading=False, ties=False, unit=1):
+    """Small problems; sometimes all blocks are of one kind."""
+    amounts = st.integers(0, 12).map(lambda n: n * unit)
+
+    def choices():
+        return draw(
+            st.lists(
+                st.builds(
+                    Choice,
+                    seconds=st.integers(0, 9).map(float),
+                    kept=amounts,
+                    forward=amounts,
+                    backward=amounts,
+                    out=st.sampled_from([0, 0, unit, 3 * unit, 7 * unit]) if offloading else st.just(0),
+                ),
+                min_size=1,
+                max_size=4,
+            ).map(lambda found: (*found, replace(found[0], out=0)) if all(c.out for c in found) else tuple(found))
+        )
+
+    count = draw(st.integers(1, 8))
+    alike = draw(st.booleans())
+    falls = draw(st.integers(0, 2)) * unit
+    blocks, shared, total = [], choices(), 1
+    for i in range(count):
+        own = shared if alike else choices()
+        total *= len(own)
+        if total > most:
+            break
+        same = alike and draw(st.integers(0, 5)) > 0
+        base = (3 * unit, (20 - i) * falls) if same else (draw(amounts), draw(amounts))
+        times = (1.0, 2.0) if same else (float(draw(st.integers(0, 3))), float(draw(st.integers(0, 3))))
+        blocks.append(Block(own, *base, *times, name=f"layers.{i}", kind=0 if alike else None))
+    moments = draw(st.lists(st.builds(Moment, bytes=amounts, after=st.integers(0, len(blocks))), max_size=2))
+    tied = []
+    if ties:
+        places = draw(st.permutations(range(len(blocks))))
+        for group in (places[:2], places[2:5]):
+            lengths = {len(blocks[i].choices) for i in group}
+            free = [{k for k, c in enumerate(blocks[i].choices) if not c.out} for i in group]
+            if len(group) > 1 and len(lengths) == 1 and set.intersection(*free):
+                tied.append(tuple(group))
+    link = Link(draw(st.integers(1, 4)) * float(unit), draw(st.integers(1, 4)) * float(unit)) if offloading else None
+    host = draw(st.none() | amounts) if offloading else None
+    return Problem(tuple(blocks), tuple(moments), tuple(tied), link, host)
+
+
+def check(problem, answers, budget, found, slack=0.0):
+    best = least_seconds(answers, budget)
+    assert best is not None
+    assert found.peak == peak(problem, found.chosen)[0] <= budget
+    assert is_allowed(problem, found.chosen)
+    assert found.seconds == pytest.approx(solution(problem, found.chosen, 0.0).seconds)
+    assert found.stalls == stalls(problem, found.chosen)
+    assert found.seconds >= best - 1e-6
+    if slack is not None:
+        assert found.seconds <= best * (1 + slack) + 1e-6
+    assert 0 <= found.gap <= 1
+    assert found.seconds * (1 - found.gap) <= best + 1e-6, "the gap says too little"
+    if best and found.seconds > best * (1 + 1e-6):
+        assert found.gap > 0
+
+
+def check_all(problem, slack=0.0):
+    answers = list(every_answer(problem))
+    peaks = sorted({bytes_ for bytes_, _ in answers})
+    for budget in {peaks[0], peaks[len(peaks) // 3], peaks[len(peaks) // 2], peaks[-1]}:
+        check(problem, answers, budget, solve(problem, budget), slack)
+    if peaks[0] > 0:
+        with pytest.raises(InfeasibleError) as caught:
+            solve(problem, peaks[0] - 1)
+        assert caught.value.smallest == peaks[0]
+    least = smallest(problem)
+    assert least.peak == peaks[0]
+    check(problem, answers, peaks[0], least, slack)
+    fast = _solver.fastest(problem)
+    fewest = min(seconds for _, seconds in answers)
+    assert fast.seconds == pytest.approx(fewest, rel=slack, abs=1e-6)
+    return answers, fast
+
+
+WITHOUT_HASTE = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+
+
+@WITHOUT_HASTE
+@given(problem=problems(most=5000))
+def test_a_chain_is_solved_as_trying_everything_does(problem):
+    answers, fast = check_all(problem)
+    assert fast.peak == min(bytes_ for bytes_, seconds in answers if seconds <= fast.seconds)
+
+
+@settings(deadline=None, max_examples=3)
+@given(st.data())
+def test_eight_blocks_of_four_choices(data):
+    amounts = st.integers(0, 12)
+    some = st.tuples(*[st.builds(Choice, amounts.map(float), amounts, amounts, amounts)] * 4)
+    problem = Problem(tuple(Block(data.draw(some)) for _ in range(8)))
+    answers = list(every_answer(problem))
+    for budget in (smallest(problem).peak, max(bytes_ for bytes_, _ in answers) // 2):
+        assume(least_seconds(answers, budget) is not None)
+        check(problem, answers, budget, solve(problem, budget))
+
+
+@WITHOUT_HASTE
+@given(problem=problems(most=1000, unit=1013), shift=st.integers(0, 1012))
+def test_where_memory_is_rounded_and_few_answers_are_followed_the_gap_is_true(problem, shift):
+    blocks = tuple(
+        replace(
+            block,
+            choices=tuple(replace(c, kept=c.kept + (shift * i * (k + 1)) % 997) for k, c in enumerate(block.choices)),
+            kind=None,
+        )
+        for i, block in enumerate(problem.blocks)
+    )
+    problem = replace(problem, blocks=blocks)
+    answers = list(every_answer(problem))
+    peaks = sorted({bytes_ for bytes_, _ in answers})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_knapsack, "LEVELS", 12)
+        patch.setattr(_knapsack, "FEW", 1)
+        patch.setattr(_knapsack, "MORE", 2)
+        patch.setattr(_knapsack, "MOST", 3)
+        for budget in peaks[:: max(1, len(peaks) // 5)]:
+            check(problem, answers, budget, solve(problem, budget), slack=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_knapsack, "LEVELS", 12)
+        for budget in peaks[:: max(1, len(peaks) // 5)]:
+            check(problem, answers, budget, solve(problem, budget))
+
+
+@WITHOUT_HASTE
+@given(problem=problems(ties=True))
+def test_ties_are_kept_and_cost_no_more_than_they_must(problem):
+    check_all(problem, slack=_solver.GAP)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(problem=problems(most=700, offloading=True))
+def test_offloading_is_solved_as_trying_everything_does(problem):
+    check_all(problem, slack=_solver.GAP * 1.01)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(problem=problems(most=700, offloading=True, ties=True))
+def test_offloading_with_ties(problem):
+    check_all(problem, slack=_solver.GAP * 1.01)
+
+
+@WITHOUT_HASTE
+@given(problem=problems(most=700), seconds=st.integers(0, 40))
+def test_the_least_peak_within_seconds(problem, seconds):
+    answers = list(every_answer(problem))
+    best = min((bytes_ for bytes_, took in answers if took <= seconds), default=None)
+    if best is None:
+        with pytest.raises(ValueError, match="adds at least"):
+            _solver.within(problem, seconds)
+    else:
+        found = _solver.within(problem, seconds)
+        assert (found.peak, found.seconds <= seconds) == (best, True)
+        assert found.seconds == pytest.approx(least_seconds(answers, best))
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(problem=problems(most=400, offloading=True, ties=True), seconds=st.integers(0, 40))
+def test_the_least_peak_within_seconds_with_all_there_is(problem, seconds):
+    answers = list(every_answer(problem))
+    best = min((bytes_ for bytes_, took in answers if took <= seconds), default=None)
+    assume(best is not None)
+    found = _solver.within(problem, seconds)
+    assert found.seconds <= seconds
+    assert found.peak == pytest.approx(best, rel=_solver.GAP)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(problem=problems(most=400, ties=True))
+def test_a_frontier_falls_from_the_smallest_to_the_fastest(problem):
+    answers = list(every_answer(problem))
+    found = frontier(problem, points=6)
+    assert found[0].peak == min(bytes_ for bytes_, _ in answers)
+    assert found[-1].seconds == pytest.approx(min(seconds for _, seconds in answers))
+    for one, other in itertools.pairwise(found):
+        assert one.peak < other.peak
+        assert one.seconds > other.seconds
+    for one in found:
+        assert one.seconds == pytest.approx(least_seconds(answers, one.peak), rel=_solver.GAP)
+
+
+# --- Larger ones, against what people do by hand ---
+
+
+def layer(scale, number, speed=1.0):
+    """Keep everything, nothing but the input, the attention, the products; the same offloaded."""
+    full = scale * 40
+    second = speed * scale * 1e-6
+    return (
+        Choice(0.0, full, full, full + 9 * scale),
+        Choice(second, full // 20, full // 2, full + 11 * scale),
+        Choice(second * 0.8, full // 8 + number, full // 2, full + 10 * scale),
+        Choice(second * 0.25, full * 6 // 10, full * 8 // 10, full + 10 * scale),
+    )
+
+
+def mixed(count, alike):
+    scales = [1_000_003 if alike else 700_001 + 7919 * (i * i % 83) for i in range(count)]
+    blocks = tuple(
+        Block(
+            layer(scale, 0 if alike else i),
+            base_forward=10**8,
+            base_backward=10**8 + (count - i) * scale,
+            forward_seconds=scale * 1e-6,
+            backward_seconds=scale * 2e-6,
+            name=f"layers.{i}",
+            kind=0 if alike else None,
+        )
+        for i, scale in enumerate(scales)
+    )
+    return Problem(blocks, (Moment(2 * 10**8, count, "loss"),))
+
+
+def by_hand(problem):
+    """Everything recomputed, every k-th kept, one choice for all, greedy by seconds saved per byte."""
+    count = len(problem.blocks)
+    for k in range(4):
+        yield [k] * count
+    for every in range(2, 9):
+        yield [0 if i % every == 0 else 1 for i in range(count)]
+        yield [1 if i % every == 0 else 0 for i in range(count)]
+
+
+def greedy(problem, budget):
+    chosen = [1] * len(problem.blocks)
+    while True:
+        steps = []
+        for i, block in enumerate(problem.blocks):
+            now = block.choices[chosen[i]]
+            for k, other in enumerate(block.choices):
+                if other.seconds < now.seconds:
+                    steps.append(((now.seconds - other.seconds) / max(other.kept - now.kept, 1), i, k))
+        for _, i, k in sorted(steps, reverse=True):
+            tried = [*chosen[:i], k, *chosen[i + 1 :]]
+            if peak(problem, tried)[0] <= budget:
+                chosen = tried
+                break
+        else:
+            return chosen
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.5, 0.9])
+def test_never_worse_than_what_is_done_by_hand(alike, share):
+    problem = mixed(24, alike)
+    low, high = smallest(problem), _solver.fastest(problem)
+    budget = int(low.peak + (high.peak - low.peak) * share)
+    found = solve(problem, budget)
+    assert found.peak <= budget
+    assert found.gap < 1e-3
+    compared = 0
+    for chosen in [*by_hand(problem), greedy(problem, budget)]:
+        if peak(problem, chosen)[0] <= budget:
+            compared += 1
+            assert found.seconds <= solution(problem, chosen, 0.0).seconds * (1 + 1e-9)
+    assert compared
+
+
+def with_offloading(problem, speed=25e9):
+    blocks = []
+    for block in problem.blocks:
+        keep, none, attention, _ = block.choices
+        sent = (
+            replace(keep, kept=0, forward=keep.forward * 5 // 4, out=keep.kept),
+            replace(attention, kept=0, out=attention.kept),
+            replace(none, kept=0, out=none.kept),
+        )
+        blocks.append(replace(block, choices=(*block.choices, *sent)))
+    return replace(problem, blocks=tuple(blocks), link=Link(speed, speed), host_bytes=2 * 10**9)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_offloading_is_never_worse_than_leaving_it_alone_and_hides_behind_the_computation(alike):
+    plain = mixed(24, alike)
+    # As fast as half of a layer's activations in the time of its forward.
+    problem = with_offloading(plain, speed=20e6)
+    low, high = smallest(plain), _solver.fastest(plain)
+    for share in (0.1, 0.5):
+        budget = int(low.peak + (high.peak - low.peak) * share)
+        alone, found = solve(plain, budget), solve(problem, budget)
+        assert found.seconds < alone.seconds * 0.98
+        assert found.gap <= _solver.GAP
+        assert found.peak <= budget
+        assert is_allowed(problem, found.chosen)
+    assert smallest(problem).peak < low.peak
+
+
+def test_offloading_over_a_slow_link_stays_away():
+    problem = with_offloading(mixed(12, True), speed=1.0)
+    plain = mixed(12, True)
+    budget = (smallest(plain).peak + _solver.fastest(plain).peak) // 2
+    found = solve(problem, budget)
+    assert found.seconds == pytest.approx(solve(plain, budget).seconds, rel=_solver.GAP)
+    assert found.stalls == 0
+
+
+def test_time_for_a_program_that_is_up_at_once_gives_what_the_chain_gives():
+    plain = mixed(12, False)
+    problem = with_offloading(plain, speed=20e6)
+    budget = (smallest(plain).peak + _solver.fastest(plain).peak) // 2
+    found = solve(problem, budget, time_limit=0.0)
+    assert found.seconds <= solve(plain, budget).seconds
+    assert found.gap > _solver.GAP
+
+
+# --- Neighbours alike ---
+
+
+def test_equal_choices_stand_together_and_what_keeps_most_comes_last():
+    problem = mixed(16, True)
+    low, high = smallest(problem), _solver.fastest(problem)
+    for share in (0.1, 0.3, 0.5, 0.7):
+        found = solve(problem, int(low.peak + (high.peak - low.peak) * share))
+        kept = [problem.blocks[0].choices[k].kept for k in found.chosen]
+        assert kept == sorted(kept)
+        assert switches(problem, found.chosen) == len(set(found.chosen)) - 1
+
+
+def test_a_switch_stays_where_it_pays():
+    keep, drop = Choice(0.0, 10, 10, 10), Choice(1.0, 0, 10, 14)
+    late = Block((Choice(0.0, 10, 10, 10), Choice(1.0, 0, 10, 14)), base_backward=6, kind=0)
+    blocks = (Block((keep, drop), kind=0), late, Block((keep, drop), kind=0))
+    # In the middle there is no room for a replay; together, the two that are recomputed would have one there.
+    problem = Problem(blocks, (Moment(0, 3),))
+    found = solve(problem, 19)
+    assert found.chosen == (1, 0, 1) or switches(problem, found.chosen) == 1
+    assert found.seconds == least_seconds(list(every_answer(problem)), 19)
+
+
+def test_kinds_are_permuted_one_by_one_and_tied_blocks_are_left_alone():
+    keep, drop = Choice(0.0, 10, 10, 10), Choice(1.0, 0, 10, 10)
+    one, other = Block((keep, drop), kind=0), Block((drop, keep), kind=1)
+    problem = Problem((one, other) * 4, tied=((0, 2),))
+    found = solve(problem, 50)
+    assert found.seconds == 4.0
+    assert found.chosen[0] == found.chosen[2]
+    assert switches(problem, found.chosen) <= 2
+
+
+# --- Too little ---
+
+
+def test_the_error_says_how_much_would_do_and_what_sets_it():
+    block = Block((Choice(0.0, GIB, GIB, GIB), Choice(1.0, 0, GIB, 3 * GIB)), base_backward=GIB // 10, name="layers.7")
+    with pytest.raises(
+        InfeasibleError, match=r"into 1\.0 GiB: .* at least 1\.1 GiB; the backward of layers\.7 sets it"
+    ) as caught:
+        solve(Problem((block,)), GIB)
+    assert caught.value.smallest == GIB + GIB // 10
+    assert caught.value.where == "backward of layers.7"
+    assert isinstance(caught.value, ValueError)
+
+
+def test_other_moments_set_it_too():
+    block = Block((Choice(0.0, 5, 5, 5),))
+    problem = Problem((block, block), (Moment(100, 1, "loss"), Moment(7, 2)))
+    with pytest.raises(InfeasibleError, match="at least 105 B; the loss sets it"):
+        solve(problem, 104)
+    assert peak(problem, (0, 0)) == (105, "loss")
+    assert peak(replace(problem, moments=(Moment(100, 1),)), (0, 0)) == (105, "moment 0")
+    assert peak(Problem((block, block)), (0, 0)) == (10, "forward of block 1")
+
+
+@pytest.mark.parametrize(
+    ("amount", "up", "down"),
+    [
+        (0, "0 B", "0 B"),
+        (1023, "1023 B", "1023 B"),
+        (1024, "1.0 KiB", "1.0 KiB"),
+        (1025, "1.1 KiB", "1.0 KiB"),
+        (5 * GIB // 2, "2.5 GiB", "2.5 GiB"),
+        (3 * 2**40 + 1, "3.1 TiB", "3.0 TiB"),
+        (2**51, "2048.0 TiB", "2048.0 TiB"),
+    ],
+)
+def test_what_is_needed_is_rounded_upwards(amount, up, down):
+    assert (describe_amount(amount, up=True), describe_amount(amount, up=False)) == (up, down)
+
+
+def test_nothing_to_choose():
+    assert solve(Problem(()), 0) == _solver.Solution((), 0.0, 0, 0.0)
+    assert frontier(Problem(())) == [_solver.Solution((), 0.0, 0, 0.0)]
+    only = Problem((Block((Choice(1.0, 2, 3, 4),)),))
+    assert solve(only, 4) == smallest(only) == _solver.fastest(only) == _solver.Solution((0,), 1.0, 4, 0.0)
+
+
+CHOICE = Choice(1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Choice(-1.0, 0), "not negative"),
+        (lambda: Choice(math.nan, 0), "finite"),
+        (lambda: Choice(0.0, 0, out=-1), "not negative"),
+        (lambda: Problem((Block(()),)), "block 0 has no choice that leaves everything"),
+        (lambda: Problem((Block((Choice(0.0, 0, out=1),), name="a"),), link=Link(1, 1)), "a has no choice that leaves"),
+        (lambda: Problem((Block((CHOICE, Choice(0.0, 0, out=1))),)), "no link"),
+        (lambda: Problem((), link=Link(0.0, 1.0)), "some bytes per second"),
+        (lambda: Problem((), (Moment(1, 1),)), "after more blocks than there are"),
+        (lambda: Problem((Block((CHOICE,), kind=1), Block((CHOICE, CHOICE), kind=1))), "other choices than .* kind 1"),
+        (lambda: Problem((Block((CHOICE,)),) * 2, tied=((0, 1), (1, 0))), "one tied group at most"),
+        (lambda: Problem((Block((CHOICE,)),), tied=((0, 1),)), "one tied group at most"),
+        (lambda: Problem((), tied=((),)), "has blocks"),
+        (lambda: Problem((Block((CHOICE,)), Block((CHOICE, CHOICE))), tied=((0, 1),)), "as many choices each"),
+        (
+            lambda: Problem(
+                (Block((CHOICE, Choice(0.0, 0, out=1))), Block((Choice(0.0, 0, out=1), CHOICE))),
+                tied=((0, 1),),
+                link=Link(1, 1),
+            ),
+            "no common choice",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+# --- Without scipy ---
+
+
+@pytest.fixture
+def no_scipy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    assert not _milp.is_there()
+
+
+def test_scipy_is_there():
+    assert _milp.is_there()
+
+
+@pytest.mark.usefixtures("no_scipy")
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@given(problem=problems(ties=True))
+def test_ties_need_no_scipy(problem):
+    check_all(problem)
+
+
+@pytest.mark.usefixtures("no_scipy")
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(problem=problems(most=700, offloading=True, ties=True))
+def test_what_offloads_is_left_alone_without_scipy_and_the_gap_knows(problem):
+    answers = list(every_answer(problem))
+    stays = replace(problem, host_bytes=0)
+    alone = list(every_answer(stays))
+    peaks = sorted({bytes_ for bytes_, _ in alone})
+    for budget in (peaks[0], peaks[-1]):
+        found = solve(problem, budget)
+        assert all(block.choices[k].out == 0 for block, k in zip(problem.blocks, found.chosen, strict=True))
+        assert found.seconds == pytest.approx(least_seconds(alone, budget))
+        assert found.seconds * (1 - found.gap) <= least_seconds(answers, budget) + 1e-9
+    assert smallest(problem).peak == peaks[0]
+    if peaks[0]:
+        with pytest.raises(InfeasibleError):
+            solve(problem, peaks[0] - 1)
+
+
+@pytest.mark.usefixtures("no_scipy")
+def test_many_tied_groups_are_searched_in_part_and_the_gap_is_true():
+    problem = mixed(40, False)
+    tied = replace(problem, tied=tuple((i, i + 20) for i in range(20)))
+    low, high = smallest(tied), _solver.fastest(tied)
+    for share in (0.0, 0.2, 0.6):
+        budget = int(low.peak + (high.peak - low.peak) * share)
+        found, free = solve(tied, budget), solve(problem, budget)
+        assert found.peak <= budget
+        assert is_allowed(tied, found.chosen)
+        assert free.seconds * (1 - free.gap) <= found.seconds
+        assert 0 <= found.gap < 0.2
