@@ -57,7 +57,7 @@ clean:
 	@echo "Installing into .venv: once, and it takes a while"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) torch
-	@$(PIP) --editable '.[cli,test,lint,frameworks]'
+	@$(PIP) --editable '.[test,lint,frameworks]'
 	@touch $@
 
 .venv/installed-bench: .venv/installed

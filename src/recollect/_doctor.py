@@ -19,7 +19,7 @@ from recollect._stores.pool import memory_to_spare
 EXTRAS = {
     "cli": (("typer", "rich"), "the commands but for run"),
     "plan": (("scipy",), "plans that offload"),
-    "report": (("plotly",), "reports of plans"),
+    "report": (("plotly",), "--report and --plot, Plan.report"),
     "transformers": (("transformers",), "recollect.integrations.transformers"),
     "lightning": (("lightning",), "recollect.integrations.lightning"),
 }
@@ -51,6 +51,11 @@ def examine() -> dict[str, Any]:
         ],
         "variables": variables(),
     }
+
+
+def missing(extra: str) -> list[str]:
+    """What an extra needs and is not installed."""
+    return [package for package in EXTRAS[extra][0] if version_of(package) is None]
 
 
 def version_of(package: str) -> str | None:

@@ -6,7 +6,6 @@ What is about a target is in `_cli_target.py`, streams, progress and errors in `
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import typer
 from typer.core import TyperGroup
 
-from recollect import _check, _cli_plot, _cli_tables, _demo, _doctor, _run, fit
+from recollect import _check, _cli_tables, _demo, _doctor, _run, fit
 from recollect._cli_target import Failure, Target, load
 from recollect._cli_terminal import BAD, FAILED, INTERRUPTED, Output, console, output, say
 from recollect._meters import gpu_of
@@ -111,7 +110,7 @@ def plan(
         bytes_of("--reserve", reserve)
         _check_gpu(gpu)
         _check_file("--save", save)
-        _check_report(report)
+        _check_page("--report", report)
         found = _planned(out, _load(out, target), budget, time_budget, reserve=reserve, repeats=repeats, gpu=gpu)
         if save is not None:
             found.save(save)
@@ -140,14 +139,14 @@ def frontier(
     """Show what every amount of memory costs in time."""
     with output(as_json=as_json, with_traceback=with_traceback) as out:
         _check_gpu(gpu)
-        _check_file("--plot", plot)
+        _check_page("--plot", plot)
         one = _load(out, target)
         found = fit.frontier(
             one.model, one.batch, step=one.step, points=points, repeats=repeats, gpu=gpu, progress=out.progress
         )
         out.progress.end()
         if plot is not None:
-            plot.write_text(_cli_plot.page(found, type(one.model).__name__), encoding="utf-8")
+            found.plot(plot)
         if as_json:
             out.document(found.to_dict())
             return
@@ -245,7 +244,7 @@ def demo(
         out.show(_cli_tables.decisions(chosen))
         out.show(_cli_tables.steps([("plain", found.plain), ("recollect", found.planned)]))
         out.show(*_cli_tables.verdict(found))
-        if _why_no_report() is None:
+        if not _doctor.missing("report"):
             chosen.report(report)
             out.show(f"the plan in pictures: {report}")
     if not found.is_passed:
@@ -351,14 +350,7 @@ def _check_file(option: str, path: Path | None) -> None:
         raise Failure(f"{option}: {path} cannot be written")
 
 
-def _check_report(path: Path | None) -> None:
-    _check_file("--report", path)
-    if path is not None and (why := _why_no_report()):
-        raise Failure(f"--report: {why}")
-
-
-def _why_no_report() -> str | None:
-    if not hasattr(Plan, "report"):
-        return "this version has no reports"
-    missing = [name for name in _doctor.EXTRAS["report"][0] if importlib.util.find_spec(name) is None]
-    return f"{' and '.join(missing)} is missing: pip install 'recollect[report]'" if missing else None
+def _check_page(option: str, path: Path | None) -> None:
+    _check_file(option, path)
+    if path is not None and (missing := _doctor.missing("report")):
+        raise Failure(f"{option} needs {' and '.join(missing)}: pip install 'recollect[report]'")
