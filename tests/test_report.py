@@ -225,7 +225,7 @@ def test_captions_say_what_charts_show(plan):
         "3 plans that no other beats by the predictions, from 20.0 MiB in 200.0 ms to 28.0 MiB in 100.0 ms"
         in page.words
     )
-    assert f"This plan: {peak} in 130.0 ms." in page.words
+    assert f"This plan: {human(plan.predicted.peak)} in 125.0 ms predicted, {peak} in 130.0 ms measured." in page.words
     assert (
         "Of 16.0 MiB that 4 blocks would hold, 6.5 MiB stay on the device, 4.0 MiB leave it and come back" in page.words
     )
@@ -287,9 +287,10 @@ def test_the_budget_and_the_plan_are_in_the_frontier(plan):
     chart = page_of(plan.to_dict()).charts["frontier"]
     (budget,) = chart["layout"]["shapes"]
     assert budget["y0"] == budget["y1"] == pytest.approx(plan.budget / MiB)
-    line, plain, chosen = chart["data"]
+    line, plain, foretold, chosen = chart["data"]
     assert (line["x"], line["y"]) == ([200.0, 150.0, 100.0], pytest.approx([20, 24, plan.plain.peak / MiB]))
     assert (plain["x"], plain["y"]) == ([100.0], pytest.approx([plan.plain.peak / MiB]))
+    assert (foretold["x"], foretold["y"]) == ([125.0], pytest.approx([plan.predicted.peak / MiB]))
     assert (chosen["x"], chosen["y"]) == ([130.0], pytest.approx([plan.measured.peak / MiB]))
 
 
@@ -363,6 +364,15 @@ def test_names_stay_names(name, plan, tmp_path):
     assert not any("$" in text for text in shown)
     report.write(data, tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size > 1e6
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_data_in_a_script_cannot_end_it(name):
+    """Even what nobody has escaped before."""
+    figure = {"data": [{"text": name, name: float("nan")}], "layout": {"height": 1}, "narrow": {}}
+    made = _page.chart("chart", figure, "a caption")
+    assert not set("<>&") & set(made[made.index("data-chart") :].partition(">")[2].removesuffix("</script></figure>"))
+    assert Page(made).charts["chart"]["data"] == [{"text": name, name: None}]
 
 
 # --- Something is always missing ---

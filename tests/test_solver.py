@@ -378,22 +378,19 @@ def test_equal_choices_stand_together_and_what_keeps_most_comes_last():
 
 
 def test_a_switch_stays_where_it_pays():
-    keep, drop = Choice(0.0, 10, 10, 10), Choice(1.0, 0, 10, 14)
-    late = Block((Choice(0.0, 10, 10, 10), Choice(1.0, 0, 10, 14)), base_backward=6, kind=0)
-    blocks = (Block((keep, drop), kind=0), late, Block((keep, drop), kind=0))
-    # In the middle there is no room for a replay; together, the two that are recomputed would have one there.
-    problem = Problem(blocks, (Moment(0, 3),))
-    found = solve(problem, 19)
-    assert found.chosen == (1, 0, 1) or switches(problem, found.chosen) == 1
-    assert found.seconds == least_seconds(list(every_answer(problem)), 19)
+    choices = Choice(0.0, 10, 10, 10), Choice(1.0, 0, 10, 14)
+    block = Block(choices, kind=0)
+    # In the middle there is no room for a replay, and at the end none for what two of them keep.
+    problem = Problem((block, replace(block, base_backward=12), block), (Moment(10, 3),))
+    assert solve(problem, 24).chosen == (1, 0, 1)
 
 
 def test_kinds_are_permuted_one_by_one_and_tied_blocks_are_left_alone():
     keep, drop = Choice(0.0, 10, 10, 10), Choice(1.0, 0, 10, 10)
     one, other = Block((keep, drop), kind=0), Block((drop, keep), kind=1)
     problem = Problem((one, other) * 4, tied=((0, 2),))
-    found = solve(problem, 50)
-    assert found.seconds == 4.0
+    found = solve(problem, 40)
+    assert found.seconds == least_seconds(list(every_answer(problem)), 40)
     assert found.chosen[0] == found.chosen[2]
     assert switches(problem, found.chosen) <= 2
 
@@ -520,10 +517,10 @@ def test_what_offloads_is_left_alone_without_scipy_and_the_gap_knows(problem):
 
 @pytest.mark.usefixtures("no_scipy")
 def test_many_tied_groups_are_searched_in_part_and_the_gap_is_true():
-    problem = mixed(40, False)
-    tied = replace(problem, tied=tuple((i, i + 20) for i in range(20)))
+    problem = mixed(24, False)
+    tied = replace(problem, tied=tuple((i, i + 12) for i in range(12)))
     low, high = smallest(tied), _solver.fastest(tied)
-    for share in (0.0, 0.2, 0.6):
+    for share in (0.0, 0.3):
         budget = int(low.peak + (high.peak - low.peak) * share)
         found, free = solve(tied, budget), solve(problem, budget)
         assert found.peak <= budget

@@ -268,10 +268,15 @@ def _ticks(marks: Sequence[Data], blocks: Sequence[Data], count: int, at_most: i
 
 
 def frontier_chart(
-    points: Sequence[Data], plain: Data | None, chosen: Data | None, budget: int | None, tips: Sequence[str] = ()
+    points: Sequence[Data],
+    plain: Data | None,
+    predicted: Data | None,
+    measured: Data | None,
+    budget: int | None,
+    tips: Sequence[str] = (),
 ) -> Figure:
-    """Peaks and step times: of plans that no other beats, of the plain step, and of the plan that was chosen."""
-    marked = [one for one in (plain, chosen) if one]
+    """Peaks and step times: of plans that no other beats, of the plain step, and of one plan, foretold and run."""
+    marked = [one for one in (plain, predicted, measured) if one]
     unit = _unit([one["peak"] for one in (*points, *marked)] + ([budget] if budget else []))
     ordered = sorted(enumerate(points), key=lambda one: one[1]["peak"])
 
@@ -284,17 +289,25 @@ def frontier_chart(
     line |= {"mode": "lines+markers", "marker": {"size": 8, "color": "@predicted"}}
     data = [line] if points else []
     layout = _layout(340)
-    for one, words, colour, symbol, side in (
-        (plain, "plain", "@plain", "square", {"xanchor": "left", "xshift": 9, "yanchor": "bottom"}),
-        (chosen, "this plan", "@planned", "diamond", {"xanchor": "right", "xshift": -9, "yanchor": "top"}),
+    # What is better than the curve is empty, and so is what is worse: words stand there.
+    above = {"xanchor": "left", "xshift": 9, "yanchor": "bottom"}
+    below = {"xanchor": "right", "xshift": -9, "yanchor": "top"}
+    for one, words, symbol, side in (
+        (plain, "plain", "square", above),
+        (predicted, "this plan, predicted" if measured else "this plan", "diamond-open", None if measured else below),
+        (measured, "this plan", "diamond", below),
     ):
-        if one:  # what is better than the curve is empty, and so is what is worse: words stand there
-            x, y = 1e3 * one["seconds"], unit.of(one["peak"])
-            marker = {"size": 13, "color": colour, "symbol": symbol, "line": {"color": "@surface", "width": 1.5}}
-            data.append(_line([x], [y], [tip(one, words)], colour) | {"mode": "markers", "marker": marker})
-            layout["annotations"].append(
-                {"x": x, "y": y, "text": f"<b>{words}</b>", **side, **_QUIET, "font": {"color": "@ink", "size": 14}}
-            )
+        if not one:
+            continue
+        x, y = 1e3 * one["seconds"], unit.of(one["peak"])
+        colour = "@plain" if one is plain else "@planned"
+        marker = {"size": 13, "color": colour, "symbol": symbol, "line": {"color": "@surface", "width": 1.5}}
+        if symbol.endswith("open"):
+            marker["line"] = {"color": colour, "width": 2}
+        data.append(_line([x], [y], [tip(one, words)], colour) | {"mode": "markers", "marker": marker})
+        if side:
+            text = {"text": f"<b>{words}</b>", **side, **_QUIET, "font": {"color": "@ink", "size": 14}}
+            layout["annotations"].append({"x": x, "y": y, **text})
     layout["yaxis"] |= {"title": {"text": f"peak, {unit.name}"}, "rangemode": "tozero"}
     layout["xaxis"] |= {"title": {"text": "step, ms"}}
     times = [1e3 * one["seconds"] for one in (*points, *marked)]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,6 @@ LEVELS = 4096
 # How many answers are followed at a time: a few find a good one, and with that most others need not be followed.
 FEW, MORE, MOST = 8, 128, 4096
 _WORK = 2_500_000  # of answers times choices: about 0.3 s
-_ASCENTS = 150
 _SAME = 1e-9  # what sums in floating point may differ by, relative
 
 Options = list[list[int]]
@@ -105,7 +105,7 @@ class Chain:
         if _settled(best, enough):
             return best
         if not bounds[0].exact:
-            bounds.append(_Bounds(steps, most, _prices(steps, most, best.seconds)))
+            bounds.append(_Bounds(steps, most, _prices(steps, most)))
             best = best._replace(bound=max(best.bound, min(bounds[1].all, best.seconds)))
         many = _WORK // sum(len(step.ks) for step in steps)
         for width in (MORE,) if quick else (MORE, min(max(many, MORE), MOST)):
@@ -214,36 +214,48 @@ class _Bounds:
         return bound + (kept - level * self.quantum) * self.price[i] if self.price[i] else bound
 
 
-def _prices(steps: list[_Step], most: list[int], known: float) -> list[float]:
-    """What a byte before each block is worth: an ascent (Polyak's) towards the prices of the best bound."""
-    # Where more may be kept before the next block, this one's room can be short by itself.
-    at = [t for t in range(1, len(most)) if t == len(most) - 1 or most[t] < most[t + 1]]
-    unit = float(max(max(most), 1))
-    width = max(len(step.ks) for step in steps)
-    seconds = torch.stack([_floats(step.seconds + [math.inf] * (width - len(step.ks))) for step in steps])
-    kept = torch.stack([_floats(step.kept + [0] * (width - len(step.ks))) for step in steps]) / unit
-    rooms = _floats([most[t] for t in at]) / unit
-    positions = torch.tensor(at, dtype=torch.int64, device="cpu")
-    prices, best, highest = torch.zeros_like(rooms), torch.zeros_like(rooms), -math.inf
-    per_prefix = torch.zeros(len(most), dtype=torch.float64, device="cpu")
-    pace = 1.0
-    for _ in range(_ASCENTS):
-        per_prefix[positions] = prices
-        price = per_prefix.flip(0).cumsum(0).flip(0)[1:]
-        costs = seconds + price[:, None] * kept
-        least, choice = costs.min(1)
-        bound = float(least.sum() - prices @ rooms)
-        if bound > highest:
-            best, highest = prices, bound
-        else:
-            pace *= 0.95
-        short = kept.gather(1, choice[:, None])[:, 0].cumsum(0)[positions - 1] - rooms
-        slope = float(short @ short)
-        if slope < 1e-18 or known - bound <= known * _SAME:
-            break
-        prices = (prices + short * (pace * (known - bound) / slope)).clamp(min=0)
-    per_prefix[positions] = best / unit
-    return [float(price) for price in per_prefix]
+def _prices(steps: list[_Step], most: list[int]) -> list[float]:
+    """What more room before each block is worth, where choices can be mixed and a choice's own need is left aside.
+
+    Then the best is to buy what saves most per byte, wherever all later prefixes have room for it, until none has: the
+    prefixes form a chain, so being greedy is optimal. A block's price is what was being bought when its room ran out.
+    """
+    room = _floats(most[1:])
+    offers = sorted(
+        ((saved, i, kept) for i, step in enumerate(steps) for saved, kept in _hull(step)),
+        key=lambda offer: (-offer[0], offer[1]),
+    )
+    price = [0.0] * (len(steps) + 1)
+    closed = 0  # blocks before this one can take no more
+    for saved, i, kept in offers:
+        if i < closed:
+            continue
+        later = room[i:]
+        later -= min(kept, float(later.min()))
+        full = (later <= 0).nonzero()
+        if full.numel():
+            until = i + 1 + int(full[-1])
+            price[closed:until] = [saved] * (until - closed)
+            closed = until
+            if closed == len(steps):
+                break
+    return [0.0] + [max(now - after, 0.0) for now, after in pairwise(price)]
+
+
+def _hull(step: _Step) -> list[tuple[float, int]]:
+    """(seconds saved per byte, bytes) from the least that is kept to the fastest, falling: the lower convex hull."""
+    corners: list[tuple[int, float]] = []
+    for kept, seconds in sorted(zip(step.kept, step.seconds, strict=True)):
+        if corners and seconds >= corners[-1][1]:
+            continue
+        while len(corners) > 1 and _slope(corners[-2], corners[-1]) <= _slope(corners[-2], (kept, seconds)):
+            corners.pop()
+        corners.append((kept, seconds))
+    return [(_slope(one, other), other[0] - one[0]) for one, other in pairwise(corners)]
+
+
+def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:
+    return (one[1] - other[1]) / (other[0] - one[0])
 
 
 def _floats(values: Sequence[float]) -> Tensor:

@@ -133,9 +133,7 @@ class Problem:
                 raise ValueError("a tied group has blocks, got one without")
             if len({len(self.blocks[i].choices) for i in group}) > 1:
                 raise ValueError(f"tied blocks have as many choices each, those of {group} have not")
-            if not set.intersection(
-                *({k for k, c in enumerate(self.blocks[i].choices) if not c.out} for i in group)
-            ):
+            if not set.intersection(*({k for k, c in enumerate(self.blocks[i].choices) if not c.out} for i in group)):
                 raise ValueError(
                     f"blocks {group} are tied and have no common choice that leaves everything on the device"
                 )

@@ -34,7 +34,7 @@ def least_seconds(problem: Problem, options: Options, budget: int, *, enough: fl
             fixed = _with(fixed, group, smallest.chosen[group[0]])
         known = Chain(problem, fixed).solve(budget)
     size = sum(map(len, options))
-    return _search(problem, options, relaxed, known, max(20, 40_000 // size), enough)
+    return _search(problem, options, relaxed, known, max(20, 20_000 // size), enough)
 
 
 def least_peak(problem: Problem, options: Options) -> Found:

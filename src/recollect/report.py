@@ -82,7 +82,9 @@ def html_of_frontier(frontier_data: Data) -> str:
             f'<p class="facts">{_facts(about)}</p>',
             _page.section(
                 "Peak against time",
-                _frontier_figure(points, plain, None, None, decided) if points else _nothing("There are no plans."),
+                _frontier_figure(points, plain, None, None, None, decided)
+                if points
+                else _nothing("There are no plans."),
             ),
             _page.section("The plans", _page.table(head, rows)) if rows else "",
         ],
@@ -200,26 +202,41 @@ def _frontier_section(data: Data) -> str:
     heading = "What memory costs in time"
     if not points:
         return _page.section(heading, _nothing("No other plans were looked at."))
-    chosen = data.get("measured") or data.get("predicted")
-    return _page.section(heading, _frontier_figure(points, data.get("plain"), chosen, data.get("budget"), ()))
+    plain, predicted, measured = (data.get(name) for name in ("plain", "predicted", "measured"))
+    figure = _frontier_figure(points, plain, predicted, measured, data.get("budget"), ())
+    return _page.section(heading, figure)
 
 
 def _frontier_figure(
-    points: Sequence[Data], plain: Data | None, chosen: Data | None, budget: int | None, tips: Sequence[str]
+    points: Sequence[Data],
+    plain: Data | None,
+    predicted: Data | None,
+    measured: Data | None,
+    budget: int | None,
+    tips: Sequence[str],
 ) -> str:
     least = min(points, key=lambda one: (one["peak"], one["seconds"]))
     fastest = min(points, key=lambda one: (one["seconds"], one["peak"]))
     sentences = [
-        f"{len(points)} plans that no other beats by the predictions, from {human(least['peak'])} in "
-        f"{milliseconds(least['seconds'])} to {human(fastest['peak'])} in {milliseconds(fastest['seconds'])}."
+        f"{'One plan' if len(points) == 1 else f'{len(points)} plans'} that no other beats by the predictions, from "
+        f"{_in_words(least)} to {_in_words(fastest)}."
     ]
     legend = [("predicted", "plans, predicted")]
-    for one, words, colour in ((plain, "the plain step", "plain"), (chosen, "this plan", "planned")):
-        if one:
-            legend.append((colour, words))
-            sentences.append(f"{words.capitalize()}: {human(one['peak'])} in {milliseconds(one['seconds'])}.")
-    figure = _charts.frontier_chart(points, plain, chosen, budget, tips)
+    if plain:
+        legend.append(("plain", "the plain step"))
+        sentences.append(f"The plain step: {_in_words(plain)}.")
+    if predicted or measured:
+        said = [f"{_in_words(one)} {how}" for one, how in ((predicted, "predicted"), (measured, "measured")) if one]
+        legend.append(
+            ("planned", "this plan, predicted (hollow) and measured" if measured and predicted else "this plan")
+        )
+        sentences.append(f"This plan: {', '.join(said)}.")
+    figure = _charts.frontier_chart(points, plain, predicted, measured, budget, tips)
     return _page.chart("frontier", figure, " ".join(sentences), legend)
+
+
+def _in_words(step: Data) -> str:
+    return f"{human(step['peak'])} in {milliseconds(step['seconds'])}"
 
 
 def _bars_section(data: Data) -> str:
