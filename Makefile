@@ -48,7 +48,7 @@ mutants: .venv/installed
 	@$(BIN)/python tests/mutants.py
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf .venv build dist demo.html src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone: it is the large one, and no other requirement shall choose its version.

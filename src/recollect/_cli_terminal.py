@@ -126,7 +126,7 @@ def _failure(error: BaseException) -> Failure:
         return Failure(str(error), code=FAILED)
     if isinstance(error, torch.OutOfMemoryError):
         return Failure(f"the device has not enough memory for it: {in_words(error)}", code=TOO_SMALL)
-    if isinstance(error, (ValueError, TypeError, OSError)) and is_our_own(error):
+    if isinstance(error, (ValueError, TypeError, OSError, ImportError)) and is_our_own(error):
         return Failure(str(error))
     return Failure(f"a training step raised {in_words(error)}\n--traceback shows where it comes from")
 
