@@ -12,7 +12,7 @@ BENCHMARKS := $(filter-out benchmarks/peers.py,$(sort $(wildcard benchmarks/*.py
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo     train a small transformer with and without recollect, and compare"
+	@echo "make demo     plan a small GPT at half of its memory, and see that its gradients stay the same"
 	@echo "make test     lint, type check, tests"
 	@echo "make lint     ruff and mypy alone"
 	@echo "make bench    all benchmarks, against PyTorch's own checkpointing and torch_remat"
@@ -22,7 +22,7 @@ help:
 	@echo "make clean    remove .venv and everything that was generated"
 
 demo: .venv/installed
-	@$(BIN)/python examples/demo.py
+	@$(BIN)/recollect demo
 
 # In two halves at once, because there are many of them.
 test: lint
@@ -48,7 +48,7 @@ mutants: .venv/installed
 	@$(BIN)/python tests/mutants.py
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	rm -rf .venv build dist demo.html src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes first and alone: it is the large one, and no other requirement shall choose its version.
@@ -57,7 +57,7 @@ clean:
 	@echo "Installing into .venv: once, and it takes a while"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) torch
-	@$(PIP) --editable '.[demo,test,lint,frameworks]'
+	@$(PIP) --editable '.[test,lint,frameworks]'
 	@touch $@
 
 .venv/installed-bench: .venv/installed

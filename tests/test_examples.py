@@ -12,7 +12,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples"
 TWICE = r"runs of the first layer: 1 in forward, 1 in backward"
-# What each needs besides torch, and the line. The demo has a test of its own.
+# What each needs besides torch, and the line.
 EXAMPLES = {
     "accelerate_fsdp": (["accelerate"], TWICE),
     "composable": ([], TWICE),
@@ -31,7 +31,7 @@ def missing(name):
 
 
 def test_every_example_is_here():
-    assert {file.stem for file in FOLDER.glob("*.py")} == {*EXAMPLES, "demo"}
+    assert {file.stem for file in FOLDER.glob("*.py")} == set(EXAMPLES)
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,7 @@ def check_all(problem, slack=0.0):
     return answers, fast
 
 
-WITHOUT_HASTE = settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+WITHOUT_HASTE = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 
 
 @WITHOUT_HASTE
@@ -490,7 +490,7 @@ def test_scipy_is_there():
 
 
 @pytest.mark.usefixtures("no_scipy")
-@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(problem=problems(ties=True))
 def test_ties_need_no_scipy(problem):
     check_all(problem)

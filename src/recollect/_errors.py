@@ -726,3 +726,16 @@ def written_by_another_process(directory: str, wanted: int) -> RuntimeError:
         f"{wanted} bytes were offloaded to a file in {directory} before this process was forked, and belong to its "
         "parent, which may write over them at any time. Run forward and backward in the same process"
     )
+
+
+# --- Reports ---
+
+
+def missing_extra(what: str, package: str, extra: str) -> ImportError:
+    return ImportError(
+        f"{what} needs {package}, which is not installed: pip install 'recollect[{extra}]'", name=package
+    )
+
+
+def cannot_write_report(path: str, why: str) -> OSError:
+    return OSError(f"the report cannot be written to {path}: {why}. Give the path of a file in a directory that exists")

@@ -1,4 +1,4 @@
-"""Run somebody's script under a patched torch: `python -m recollect run script.py ...`.
+"""Run somebody's script under a patched torch: `recollect run script.py ...`. Needs nothing but torch.
 
 The script shall not notice: it is `__main__`, with the arguments, the search path, the exit code and the tracebacks
 that it would have under `python script.py ...` or `python -m module ...`. One thing differs: torch is loaded first.
@@ -21,9 +21,10 @@ from recollect import __version__, patch_torch
 from recollect._errors import not_one_of
 
 HELP = """\
-usage: python -m recollect run script.py [arguments ...]
-       python -m recollect run -m module [arguments ...]
-       python -m recollect --version
+usage: recollect run script.py [arguments ...]
+       recollect run -m module [arguments ...]
+       recollect --version
+       python -m recollect ...  is the same
 
 run     Runs a Python script, or a module, under recollect.patch_torch(): whatever in it calls torch.utils.checkpoint
         is served by recollect, without a change to the script. Its arguments, exit code and tracebacks are
@@ -33,8 +34,12 @@ environment
   RECOLLECT_PATCH   1 (default): patch. 0: run the script as it is, to compare.
   RECOLLECT_CHECK   none, default, first or values: the determinism_check of every region.
 """
+WITHOUT_EXTRA = """
+plan, frontier, explain, check, demo and doctor need typer and rich: pip install 'recollect[cli]'
+"""
 
-
+# Answered by `cli.py`, if what it needs is installed; who comes here with one of them has it not.
+COMMANDS = ("plan", "frontier", "explain", "check", "demo", "doctor")
 _HELP = ("-h", "--help")
 
 
@@ -49,12 +54,16 @@ class RefusedError(Exception):
 def main(arguments: list[str]) -> None:
     """The command line. Ends as Python ends: by returning, or by an exception."""
     command, *rest = arguments or [""]
-    if command in _HELP or (command == "run" and rest[:1] and rest[0] in _HELP):
+    if command in _HELP:
+        print(HELP + WITHOUT_EXTRA, end="")
+    elif command == "run" and rest[:1] and rest[0] in _HELP:
         print(HELP, end="")
     elif command == "--version":
         print(f"recollect {__version__}")
     else:
         try:
+            if command in COMMANDS:
+                raise RefusedError(f"{command} needs typer and rich, which are missing: pip install 'recollect[cli]'")
             if command != "run":
                 raise RefusedError(f"there is no command {command!r}, only 'run'" if command else "what shall it do?")
             _run(rest)
@@ -165,7 +174,7 @@ def _without_frames_before(own_main: dict[str, Any], hook: Callable[..., Any]) -
     """`hook` with the traceback that Python itself would show: without the frames that led to the script."""
 
     def is_before(of_frame: dict[str, Any]) -> bool:
-        return of_frame is own_main or of_frame.get("__name__") in ("runpy", __name__)
+        return of_frame is own_main or of_frame.get("__name__") in ("runpy", "recollect.__main__", __name__)
 
     def show(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
         while traceback is not None and is_before(traceback.tb_frame.f_globals):

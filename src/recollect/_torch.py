@@ -990,3 +990,35 @@ def composable_module() -> ModuleType | None:
     if not torch.distributed.is_available():
         return None
     return importlib.import_module("torch.distributed._composable.checkpoint_activation")
+
+
+# --- For people ---
+
+
+def optional_names() -> list[tuple[str, bool, str]]:
+    """What not every torch has: its name, whether it is there, and what is so without it.
+
+    Every other name in this file has to be there: without it, recollect cannot be imported.
+    """
+    return [
+        (
+            "torch._C._autograd._make_saved_tensor",
+            _make_saved_tensor is not None,
+            "a node of autograd is made to save a tensor, which takes longer",
+        ),
+        (
+            "torch._dynamo guards id(function)",
+            ID_IS_GUARDED,
+            "a function as a policy that is replaced by another with the same code is not noticed under torch.compile",
+        ),
+        (
+            "torch._C._cuda_hasPrimaryContext",
+            hasattr(torch._C, "_cuda_hasPrimaryContext"),
+            "this build has no CUDA: nothing is offloaded but to disk",
+        ),
+        (
+            "torch.distributed._composable",
+            torch.distributed.is_available(),
+            "this build has no torch.distributed: patch_torch does not serve its checkpoint(module)",
+        ),
+    ]

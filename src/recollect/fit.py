@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from recollect import _errors, _milp, _problem, _solver
+from recollect import _errors, _milp, _problem, _solver, report
 from recollect._bench import Bench, Mark
 from recollect._bench import Step as StepFunction
 from recollect._decided import decided_of
@@ -146,6 +147,20 @@ class Frontier:
             "points": [dataclasses.asdict(point) for point in self.points],
             "plans": [one.to_dict() for one in self.plans],
         }
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Write a page with the curve and its plans.
+
+        One HTML file that needs no network. Needs plotly: `pip install 'recollect[report]'`.
+
+        Args:
+            path: Of the file, which is replaced if it is there.
+
+        Raises:
+            ImportError: If plotly is not installed.
+            OSError: If there can be no such file.
+        """
+        report.write_frontier(self.to_dict(), path)
 
     def __str__(self) -> str:
         lines = [f"{'peak':>10}  {'of plain':>8}  {'step':>12}  {'of plain':>8}"]

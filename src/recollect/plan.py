@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from recollect import _errors
+from recollect import _errors, report
 from recollect._bench import Mark
 from recollect._candidates import keep_calls
 from recollect._sizes import human
@@ -49,6 +49,7 @@ class Planned:
         saved: What it would hold if it were kept.
         seconds: What the decision adds to a step.
         out: Bytes that go to the host and come back.
+        calls: Which calls of the step are its own; the `block` of a mark is the number of a call.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Planned:
     saved: int
     seconds: float
     out: int = 0
+    calls: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,7 @@ class Plan:
             {
                 **{field.name: getattr(block, field.name) for field in dataclasses.fields(block)},
                 "decisions": {name: _encode(decision) for name, decision in block.decisions.items()},
+                "calls": list(block.calls),
             }
             for block in self.blocks
         ]
@@ -177,7 +180,13 @@ class Plan:
             given = {field.name: data[field.name] for field in dataclasses.fields(cls)}
             given["shapes"] = {name: tuple(shape) for name, shape in given["shapes"].items()}
             given["blocks"] = tuple(
-                Planned(**{**block, "decisions": {name: _decode(one) for name, one in block["decisions"].items()}})
+                Planned(
+                    **{
+                        **block,
+                        "decisions": {name: _decode(one) for name, one in block["decisions"].items()},
+                        "calls": tuple(block.get("calls", ())),
+                    }
+                )
                 for block in given["blocks"]
             )
             for name in ("plain", "predicted", "measured"):
@@ -208,7 +217,21 @@ class Plan:
         except ValueError as error:
             raise ValueError(f"{os.fspath(path)} cannot be used as a plan: {error}") from error
 
-    # --- In words ---
+    # --- For people ---
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write a page about it: bytes over a step, what memory costs in time, and what is decided for each block.
+
+        One HTML file that needs no network. Needs plotly: `pip install 'recollect[report]'`.
+
+        Args:
+            path: Of the file, which is replaced if it is there.
+
+        Raises:
+            ImportError: If plotly is not installed.
+            OSError: If there can be no such file.
+        """
+        report.write(self.to_dict(), path)
 
     def __str__(self) -> str:
         rows = [("modules", "decision", "held", "of", "time added")]
@@ -274,6 +297,7 @@ def planned(profile: Profile, solution: Solution) -> tuple[Planned, ...]:
             keep.kept + (before.saved if before else 0),
             option.seconds + (before.seconds if before else 0.0),
             option.out + (before.out if before else 0),
+            (*(before.calls if before else ()), number),
         )
     return tuple(found.values())
 
