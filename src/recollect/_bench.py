@@ -140,7 +140,11 @@ class Bench:
     @contextlib.contextmanager
     def leaving_nothing(self) -> Iterator[None]:
         """Put everything back that steps change."""
-        held = [(one, _aside(one.grad)) for one in self._leaves() if one.grad is not None]
+        held = [
+            (one, one.grad if one.grad.device.type in ("cpu", "meta") else _aside(one.grad))
+            for one in self._leaves()
+            if one.grad is not None
+        ]
         buffers = [
             (own, name, tensor, _aside(tensor))
             for module in self.model.modules()

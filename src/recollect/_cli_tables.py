@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from rich import box
@@ -17,7 +16,7 @@ from recollect._check import Comparison
 from recollect._sizes import human
 from recollect.explain import Explanation, Row
 from recollect.fit import Frontier
-from recollect.plan import Plan, Planned, Step
+from recollect.plan import HEADINGS, Plan, Step
 
 _READABLE = 14  # a column of words in fewer characters is hard on the eyes
 
@@ -62,17 +61,10 @@ def _times(one: float, other: float) -> str:
 
 def decisions(plan: Plan) -> Table:
     """What is decided; blocks that stand together and are treated alike in one row."""
-    table = _table("modules", "decision", "held", "of", "time added", numbers=(2, 3, 4))
-    for _, run in groupby(plan.blocks, key=lambda block: (block.module, block.choice)):
-        table.add_row(*_cells(list(run)))
+    table = _table(*HEADINGS, numbers=(2, 3, 4))
+    for cells in plan.rows():
+        table.add_row(*cells)
     return table
-
-
-def _cells(group: Sequence[Planned]) -> tuple[str, ...]:
-    first, last = group[0], group[-1]
-    names = first.name or "the model" if len(group) == 1 else f"{first.name} ... {last.name} ({len(group)})"
-    held, saved = sum(one.kept for one in group), sum(one.saved for one in group)
-    return names, first.choice, human(held), human(saved), milliseconds(sum(one.seconds for one in group))
 
 
 def steps(named: Iterable[tuple[str, Step]]) -> Table:
@@ -89,19 +81,6 @@ def steps(named: Iterable[tuple[str, Step]]) -> Table:
             _times(one.seconds, plain.seconds),
         )
     return table
-
-
-def steps_of(plan: Plan) -> Table:
-    """A step under a plan, as it was predicted and measured, beside the plain one."""
-    named = [("plain", plan.plain), ("predicted", plan.predicted)]
-    return steps(named if plan.measured is None else [*named, ("measured", plan.measured)])
-
-
-def title_of(plan: Plan) -> str:
-    """What it is for, and what it comes from."""
-    goal = "the least memory within a time" if plan.budget is None else f"a budget of {human(plan.budget)}"
-    how = "estimated, nothing was run" if plan.is_estimated else f"measured on {plan.device}"
-    return f"A plan for {plan.model}, for {goal}; {how}"
 
 
 def frontier(found: Frontier) -> Table:

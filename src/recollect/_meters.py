@@ -28,7 +28,16 @@ from torch.utils.flop_counter import flop_registry
 
 from recollect import _errors
 from recollect._inputs import find_tensors
-from recollect._torch import METADATA_OPERATORS, OperatorMode, changes_arguments, gives_views, packet_of, storage_key
+from recollect._torch import (
+    METADATA_OPERATORS,
+    OperatorMode,
+    changes_arguments,
+    efficient_attention,
+    flash_attention,
+    gives_views,
+    packet_of,
+    storage_key,
+)
 
 
 class Meter(Protocol):
@@ -278,18 +287,14 @@ def _fused_attention(
         return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     result: Tensor
     if attn_mask is None and query.element_size() <= 2:
-        result, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
-        )
+        result, *_ = flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)
         return result
     if enable_gqa:
         key, value = (one.repeat_interleave(query.size(1) // one.size(1), 1) for one in (key, value))
     bias = None
     if attn_mask is not None:
         bias = attn_mask.to(query.dtype).expand(*query.shape[:-1], key.size(-2))
-    result, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, True, dropout_p, is_causal, scale=scale
-    )
+    result, *_ = efficient_attention(query, key, value, bias, True, dropout_p, is_causal, scale=scale)
     return result
 
 

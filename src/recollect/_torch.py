@@ -309,6 +309,11 @@ def parameter_of(module: torch.nn.Module, name: str) -> torch.nn.Parameter | Non
     return own[name] if name in own else None  # noqa: SIM401
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether it is what `torch.compile(module)` gives (2.11 to 2.15: an attribute that no other module has)."""
+    return hasattr(module, "_orig_mod")
+
+
 def remove_forward_hook(module: torch.nn.Module, hook: object) -> None:
     """Take a forward hook off a module, wherever it came from: a copy of a module has hooks without their handles."""
     for key in [key for key, one in module._forward_hooks.items() if one is hook]:
@@ -1022,3 +1027,11 @@ def optional_names() -> list[tuple[str, bool, str]]:
             "this build has no torch.distributed: patch_torch does not serve its checkpoint(module)",
         ),
     ]
+
+
+# --- Fused attention ---
+
+# The kernels behind `scaled_dot_product_attention` on CUDA; their results on the meta device are known everywhere.
+# Names and arguments are the same in 2.11 to 2.15.
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention = torch.ops.aten._scaled_dot_product_efficient_attention

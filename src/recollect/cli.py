@@ -296,8 +296,8 @@ def _planned(out: Output, one: Target, budget: str | None, time_budget: float | 
 
 
 def _show_plan(out: Output, found: Plan) -> None:
-    out.show(_cli_tables.title_of(found))
-    out.show(_cli_tables.decisions(found), _cli_tables.steps_of(found), *found.notes)
+    out.show(found.title())
+    out.show(_cli_tables.decisions(found), _cli_tables.steps(found.steps()), *found.notes)
 
 
 def _load_plan(path: Path) -> Plan:
@@ -320,18 +320,13 @@ def _check_budget(budget: str | None, time_budget: float | None) -> None:
         raise Failure("give --budget (bytes, such as 8GiB) or --time-budget (such as 1.1), one of them")
     if time_budget is not None and not time_budget >= 1:
         raise Failure(f"--time-budget must be a number from 1 on, got {time_budget}")
-    if budget is None or budget.strip() == "device":
-        return
     try:
-        share = float(budget.strip().removesuffix("%")) if budget.strip().endswith("%") else None
-        if share is None:
-            bytes_of("--budget", budget)
-    except ValueError:
-        share = 0.0
-    if share is not None and not 0 < share <= 100:
+        if budget is not None:
+            fit.share_of(budget)
+    except (ValueError, TypeError):
         raise Failure(
             f'--budget must be bytes, such as 8GiB, a share of the plain step, "60%", or device, got {budget!r}'
-        )
+        ) from None
 
 
 def _check_gpu(gpu: str | None) -> None:

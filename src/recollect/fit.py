@@ -26,6 +26,7 @@ from recollect._ranks import same, worst
 from recollect._sizes import bytes_of, human
 from recollect._solver import InfeasibleError
 from recollect._stores.pool import memory_to_spare
+from recollect._torch import is_compiled
 from recollect.plan import Plan, Step, planned, shapes_of
 from recollect.policy import Offload
 from recollect.profile import KEEP, Profile, Progress, decided, measure
@@ -48,9 +49,10 @@ class BudgetError(ValueError):
 
     def __init__(self, budget: int, smallest: int, where: str, *, is_measured: bool) -> None:
         how = "measured" if is_measured else "predicted"
+        there, needed = _errors.describe_amount(budget, up=False), _errors.describe_amount(smallest, up=True)
         super().__init__(
-            f"no plan fits into {human(budget)}: the smallest that would is {human(smallest)} ({how}), which "
-            f"{where} needs. Raise the budget, make the batch smaller, or split what is computed there into modules"
+            f"no plan fits into {there}: the smallest that would is {needed} ({how}: {smallest} bytes), which {where} "
+            "needs. Raise the budget, make the batch smaller, or split what is computed there into modules"
         )
         self.smallest = smallest
         self.where = where
@@ -111,6 +113,7 @@ def plan(
         >>> handle = plan.apply(model)
     """
     _check(model, budget, time_budget, repeats)
+    set_aside = bytes_of("reserve", reserve)
     host_bytes = None if host_budget is None else bytes_of("host_budget", host_budget)
     bench = Bench(model, batch, step, gpu)
     where = _where_to_offload(bench.device, allow, offload, host_bytes)
@@ -121,9 +124,9 @@ def plan(
     plain = trial.plain()
     if time_budget is not None:
         return trial.plan_for_time(plain.seconds * time_budget)
-    assert budget is not None
+    assert budget is not None  # or `_check` would have said so
     limit = -worst([-_bytes(budget, plain, bench.device)])[0]
-    return trial.plan_for_bytes(limit, limit - bytes_of("reserve", reserve))
+    return trial.plan_for_bytes(limit, limit - set_aside)
 
 
 @dataclass(frozen=True)
@@ -385,9 +388,11 @@ def _check(model: Any, budget: Any, time_budget: Any, repeats: Any) -> None:
         )
     if time_budget is not None and not (isinstance(time_budget, (int, float)) and time_budget >= 1):
         raise ValueError(f"time_budget must be a number from 1 on, got {_errors.describe_value(time_budget)}")
+    if budget is not None:
+        share_of(budget)
     if not isinstance(repeats, int) or repeats < 1:
         raise ValueError(f"repeats must be a number from 1 on, got {_errors.describe_value(repeats)}")
-    if hasattr(model, "_orig_mod"):
+    if is_compiled(model):
         raise ValueError("the model is compiled: make the plan for the model itself, apply it, and compile after that")
     if any(decided_of(module) is not None for module in model.modules()):
         raise ValueError(
@@ -419,18 +424,27 @@ def _where_to_offload(
     return offload
 
 
+def share_of(budget: int | str) -> float | None:
+    """The share of the plain step's peak that a budget is, None if it is bytes or the device; raises if none of it."""
+    words = budget.strip() if isinstance(budget, str) else ""
+    if not words.endswith("%"):
+        if words != "device":
+            bytes_of("budget", budget)
+        return None
+    try:
+        share = float(words[:-1]) / 100
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1:
+        raise ValueError(f"budget must be more than 0% and at most 100% of the plain step, got {budget!r}")
+    return share
+
+
 def _bytes(budget: int | str, plain: Step, device: torch.device) -> int:
-    if isinstance(budget, str) and budget.strip() == "device":
-        return _free(device)
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        try:
-            share = float(budget.strip()[:-1])
-        except ValueError:
-            share = math.nan
-        if not 0 < share <= 100:
-            raise ValueError(f"budget must be more than 0% and at most 100%, got {budget!r}")
-        return int(plain.peak * share / 100)
-    return bytes_of("budget", budget)
+    share = share_of(budget)
+    if share is not None:
+        return int(plain.peak * share)
+    return _free(device) if isinstance(budget, str) and budget.strip() == "device" else bytes_of("budget", budget)
 
 
 def _free(device: torch.device) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -234,12 +234,9 @@ class Plan:
         report.write(self.to_dict(), path)
 
     def __str__(self) -> str:
-        rows = [("modules", "decision", "held", "of", "time added")]
-        for first, last, count, held, saved, seconds in _grouped(self.blocks):
-            names = first.name or "the model" if count == 1 else f"{first.name} ... {last.name} ({count})"
-            rows.append((names, first.choice, human(held), human(saved), f"{1e3 * seconds:.1f} ms"))
+        rows = [HEADINGS, *self.rows()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [self._title()]
+        lines = [self.title()]
         for row in rows:
             cells = [
                 cell.rjust(width) if n > 1 else cell.ljust(width)
@@ -247,16 +244,27 @@ class Plan:
             ]
             lines.append("  ".join(cells).rstrip())
         lines += [
-            f"{name:9}  peak {human(one.peak):>10}  step {1e3 * one.seconds:9.1f} ms" for name, one in self._steps()
+            f"{name:9}  peak {human(one.peak):>10}  step {1e3 * one.seconds:9.1f} ms" for name, one in self.steps()
         ]
         return "\n".join([*lines, *self.notes])
 
-    def _title(self) -> str:
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Cells for `HEADINGS`: what is decided, a row for blocks that stand together and are treated alike."""
+        for _, run in groupby(self.blocks, key=lambda block: (block.module, block.choice)):
+            group = list(run)
+            first, last = group[0], group[-1]
+            names = first.name or "the model" if len(group) == 1 else f"{first.name} ... {last.name} ({len(group)})"
+            held, saved, seconds = (sum(getattr(one, what) for one in group) for what in ("kept", "saved", "seconds"))
+            yield names, first.choice, human(held), human(saved), f"{1e3 * seconds:,.1f} ms"
+
+    def title(self) -> str:
+        """What it is for, and what it comes from."""
         goal = "the least memory within a time" if self.budget is None else f"a budget of {human(self.budget)}"
         how = "estimated, nothing was run" if self.is_estimated else f"measured on {self.device}"
         return f"A plan for {self.model}, for {goal}; {how}"
 
-    def _steps(self) -> Iterator[tuple[str, Step]]:
+    def steps(self) -> Iterator[tuple[str, Step]]:
+        """The plain step, and that under the plan as it was predicted and measured."""
         yield "plain", self.plain
         yield "predicted", self.predicted
         if self.measured is not None:
@@ -268,12 +276,7 @@ class Plan:
         )
 
 
-def _grouped(blocks: Sequence[Planned]) -> Iterator[tuple[Planned, Planned, int, int, int, float]]:
-    """Blocks that stand together and are treated alike: the first, the last, how many, and what they hold and cost."""
-    for _, run in groupby(blocks, key=lambda block: (block.module, block.choice)):
-        group = list(run)
-        held, saved = sum(one.kept for one in group), sum(one.saved for one in group)
-        yield group[0], group[-1], len(group), held, saved, sum(one.seconds for one in group)
+HEADINGS = ("modules", "decision", "held", "of", "time added")
 
 
 def shapes_of(model: Module) -> dict[str, tuple[int, ...]]:
