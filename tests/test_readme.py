@@ -18,7 +18,8 @@ def rounded(text):
     return re.sub(r"\d+\.\d{3,}", lambda found: f"{float(found[0]):.2f}", text)
 
 
-def test_the_code_runs_and_prints_what_it_says(capsys, tmp_path):
+def test_the_code_runs_and_prints_what_it_says(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     model = tmp_path / "model.py"
     source = "\n".join(blocks("python"))
     model.write_text(source)

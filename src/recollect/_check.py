@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -110,24 +109,16 @@ def _measured(bench: Bench, repeats: int) -> Step:
 def _results(bench: Bench) -> Mapping[str, Tensor | None]:
     """What a step makes, on the host, where it takes none of the device's memory."""
     inputs = [one for one in bench.outside if one.requires_grad and one.is_leaf]
-    held = [one.grad for one in inputs]
     with bench.leaving_nothing():
-        try:
-            for one in inputs:
-                one.grad = None
-            loss = bench.forward()
-            loss.backward()
-            found = {
-                "loss": loss,
-                **{f"the gradient of {name}": one.grad for name, one in bench.model.named_parameters()},
-                **{f"the gradient of input {number}": one.grad for number, one in enumerate(inputs)},
-                **{f"the buffer {name}": one for name, one in bench.model.named_buffers()},
-            }
-            return {name: None if one is None else _on_host(one) for name, one in found.items()}
-        finally:
-            for one, grad in zip(inputs, held, strict=True):
-                one.grad = grad
-            gc.collect()
+        loss = bench.forward()
+        loss.backward()
+        found = {
+            "loss": loss,
+            **{f"the gradient of {name}": one.grad for name, one in bench.model.named_parameters()},
+            **{f"the gradient of input {number}": one.grad for number, one in enumerate(inputs)},
+            **{f"the buffer {name}": one for name, one in bench.model.named_buffers()},
+        }
+        return {name: None if one is None else _on_host(one) for name, one in found.items()}
 
 
 def _on_host(tensor: Tensor) -> Tensor:
