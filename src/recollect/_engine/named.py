@@ -76,17 +76,14 @@ class _Region(Generic[P, R]):
         scope = here.scope
         if scope is None or scope.policy is None:
             return self.__wrapped__(*args, **kwargs)
-        policy, outside = scope.policy, scope.path
+        outside = scope.path
         path = scope.path = f"{outside}/{self.__name__}" if outside else self.__name__
         try:
-            decision: Decision | None = None
-            if policy.table is not None:  # no function: the same path gives the same decision, and nothing is noted
-                decision = policy.decide(path, _NO_QUESTION)
-                if not policy.settled:
-                    _settle(scope, path, decision)
-                if not scope.saving and (decision is None or (type(decision) is Recompute and decision.policy is None)):
-                    return self.__wrapped__(*args, **kwargs)
-            asks = policy.table is None
+            known = scope.policy.known_paths.get(path)
+            asks = known is None and scope.policy.table is None
+            decision, is_plain = known or _decide(scope, path, asks)
+            if is_plain and not scope.saving:
+                return self.__wrapped__(*args, **kwargs)
             result: R = call_part(scope, path, decision, self.__wrapped__, args, kwargs, asks=asks)
             return result
         finally:
@@ -97,6 +94,23 @@ class _Region(Generic[P, R]):
 
 
 _NO_QUESTION = Question((), {}, "")
+
+
+def _decide(scope: Scope, path: str, asks: bool) -> tuple[Decision | None, bool]:
+    """The decision for a path, and whether that makes a plain call of it outside of what is kept.
+
+    Where the policy is a function that is asked, it is not known yet.
+    """
+    if asks:
+        return None, False
+    policy = scope.policy
+    decision = policy.decide(path, _NO_QUESTION)
+    known = decision, decision is None or (type(decision) is Recompute and decision.policy is None)
+    if policy.settled:
+        policy.known_paths[path] = known
+    else:
+        _settle(scope, path, decision)
+    return known
 
 
 def call_part(
@@ -117,12 +131,15 @@ def call_part(
     """
     place, mark = scope.position, None
     if asks or not scope.saving:
-        mark = scope.noted(lambda: Mark(path, _ask(scope, path, args, kwargs) if asks else decision))
-        if mark is None and scope.replaying and scope.frame.finished:
+        mark = scope.noted(_asked, scope, path, args, kwargs) if asks else scope.noted(Mark, path, decision)
+        if mark is None:
+            if scope.replaying and scope.frame.finished:
+                raise _errors.other_regions(scope.frame.region(), path)
+            decision = None
+        elif type(mark) is not Mark or mark.path != path:
             raise _errors.other_regions(scope.frame.region(), path)
-        if mark is not None and getattr(mark, "path", None) != path:
-            raise _errors.other_regions(scope.frame.region(), path)
-        decision = None if mark is None else mark.decision
+        else:
+            decision = mark.decision
     if type(decision) is Recompute:
         if scope.saving:  # what is around it is kept: it needs a frame of its own
             if options is not None:
@@ -136,8 +153,7 @@ def call_part(
         return function(*args, **kwargs)
     if mark is None or scope.saving or decision is None:
         return function(*args, **kwargs)
-    run = replay if scope.replaying else keep
-    return run(scope, place, mark, function, args, kwargs)
+    return (replay if scope.replaying else keep)(scope, place, mark, function, args, kwargs)
 
 
 def _call_refined(
@@ -177,11 +193,11 @@ def _call_refined(
             one.paused = False
 
 
-def _ask(scope: Scope, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
+def _asked(scope: Scope, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mark:
     decision = ask(scope, scope.policy, path, args, kwargs)
     if not scope.policy.settled:
         _settle(scope, path, decision)
-    return decision
+    return Mark(path, decision)
 
 
 def _settle(scope: Scope, path: str, decision: Decision | None) -> None:

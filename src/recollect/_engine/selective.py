@@ -411,6 +411,11 @@ def ask(scope: Scope, policy: Policy, what: Any, args: tuple[Any, ...], kwargs: 
 WHOLE = -1  # the place of the function as a whole; parts of it with a policy of their own have one in the journal
 
 
+def takes_a_mode(policy: Policy | None) -> bool:
+    """Whether something is to be done for a policy around its function; named regions ask it by themselves."""
+    return policy is not None and not (policy.settled and policy.table is not None and not policy.table)
+
+
 def forward_mode(policy: Policy, scope: Scope, place: int = WHOLE) -> Keeping | None:
     """The mode that a region's forward needs, None if its policy decides no operators."""
     table = policy.table
@@ -419,7 +424,7 @@ def forward_mode(policy: Policy, scope: Scope, place: int = WHOLE) -> Keeping | 
     frame = scope.frame
     decisions: dict[Any, list[Any]] | None = None
     if table is None:
-        decisions = scope.noted(lambda: defaultdict(list))
+        decisions = scope.noted(defaultdict, list)
     if frame.kept_outputs is None:
         frame.kept_outputs = {}
     kept = frame.kept_outputs[place] = defaultdict(list)
@@ -448,8 +453,8 @@ def let_go(frame: Frame) -> None:
     for kept in (frame.kept_outputs or {}).values():
         for calls in kept.values():
             calls[:] = [None if call is None else _GONE for call in calls]
-    for region in (frame.kept_regions or {}).values():
-        region.outputs = None
+    if frame.kept_regions is not None:
+        frame.kept_regions.let_go()
 
 
 def tell_if_useless(policy: Policy, scope: Scope, operators: Iterable[Any]) -> None:
