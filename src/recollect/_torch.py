@@ -445,7 +445,8 @@ def level_of_user_code() -> int:
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors over the same memory share; a tensor without any gets one of its own."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        memory: int = tensor.untyped_storage()._cdata
+        return memory
     except (RuntimeError, NotImplementedError):  # a sparse tensor, a wrapper around others
         return id(tensor)
 

@@ -199,7 +199,7 @@ class Policy:
         return self.operators()
 
     @functools.cached_property
-    def known_paths(self) -> dict[str, tuple[Decision | None, bool]]:
+    def known_paths(self) -> dict[str, Any]:
         """What is known of named regions, by path: see `_engine/named.py`. There are as many as in the code."""
         return {}
 
@@ -261,6 +261,7 @@ def _operators_by_name(decisions: Mapping[str, Decision], label: str) -> Operato
 class _Names(Policy):
     def __init__(self, decisions: Mapping[str, Decision]) -> None:
         self._decisions = decisions
+        self._known: dict[str, Decision | None] = {}  # paths that were asked for; there are as many as in the code
 
     def decides_names(self) -> bool:
         return True
@@ -268,7 +269,10 @@ class _Names(Policy):
     def decide(self, what: Any, question: Question) -> Decision | None:
         if not isinstance(what, str):
             return None
-        return next((one for pattern, one in self._decisions.items() if fnmatch.fnmatchcase(what, pattern)), None)
+        if what not in self._known:
+            matches = (one for pattern, one in self._decisions.items() if fnmatch.fnmatchcase(what, pattern))
+            self._known[what] = next(matches, None)
+        return self._known[what]
 
     def unmatched(self) -> list[str]:
         return list(self._decisions)

@@ -17,12 +17,12 @@ from recollect._engine.selective import (
     Changes,
     Fetched,
     fetch,
+    first_in,
     hand_out,
     keep_results,
-    kepts_in,
     kinds,
 )
-from recollect._torch import METADATA_OPERATORS, OperatorMode, is_operator, is_packet, operator_name, wait_for
+from recollect._torch import METADATA_OPERATORS, TAGS, OperatorMode, is_operator, is_packet, operator_name, wait_for
 from recollect.policy import Decision, Offload, Recompute, Save
 
 # What a drop-in policy answers. `MUST_*` may not be overridden by a compiler.
@@ -57,12 +57,18 @@ _VERDICTS: dict[str, Decision] = {
 }
 
 
+# The usual answers, by identity: an enum is slow to give a name or a hash.
+_ANSWERS: dict[int, Decision] = {id(True): _SAVE, id(False): _RECOMPUTE}
+_ANSWERS.update((id(one), _VERDICTS[one.name]) for one in (*CheckpointPolicy, *TAGS.values()) if one.name in _VERDICTS)
+
+
 def verdict(answer: Any) -> Decision:
     """A drop-in policy's answer as a decision. Torch's own enum has members of the same names."""
+    decision = _ANSWERS.get(id(answer))
+    if decision is not None:
+        return decision
     if isinstance(answer, enum.Enum) and answer.name in _VERDICTS:
         return _VERDICTS[answer.name]
-    if isinstance(answer, bool):
-        return _VERDICTS["MUST_SAVE" if answer else "PREFER_RECOMPUTE"]
     raise TypeError(
         f"a selective checkpointing policy must return a CheckpointPolicy or a bool, "
         f"got {_errors.describe_value(answer)}"
@@ -83,6 +89,7 @@ class _AskingMode(OperatorMode):
     """What the two modes have in common: the storage that they share, the policy, and the number of each call."""
 
     is_recompute: bool
+    _context: SelectiveCheckpointContext | None = None  # where it is the same for all operators
 
     def __init__(self, policy_fn: Callable[..., Any], storage: dict[Any, list[Any]]) -> None:
         super().__init__()
@@ -107,7 +114,7 @@ class _AskingMode(OperatorMode):
         policy = self.policy_fn
         if type(policy) is _ListPolicy:
             return _SAVE if func in policy.operators else _RECOMPUTE
-        context = SelectiveCheckpointContext(is_recompute=self.is_recompute, op_output=result)
+        context = self._context or SelectiveCheckpointContext(is_recompute=self.is_recompute, op_output=result)
         try:
             return verdict(policy(context, func, *args, **kwargs))
         except TypeError as error:
@@ -140,21 +147,21 @@ class _CachingTorchDispatchMode(_AskingMode):
         kind = kinds[func]
         if self.paused or kind.is_passed_over(args, kwargs):
             return func(*args, **kwargs)
-        call = self._calls[func]
-        self._calls[func] = call + 1
+        call = self._calls[kind]
+        self._calls[kind] = call + 1
         if kind.writes or kind.statistics:
             self._changes.writes(func, kind, args, kwargs)
         result = func(*args, **kwargs)
         if kind.shares:
             self._changes.shares(args, result)
         decision = self._decide(func, args, kwargs, result)
-        is_empty = isinstance(result, (list, tuple)) and not result
-        if kind.is_kept and type(decision) is not Recompute and not is_empty:
+        if type(decision) is not Recompute and kind.is_kept:
             kept = keep_results(self._scope, kind, args, kwargs, result, decision)
-            for one in kepts_in(kept):
-                one.call = call
-            self._changes.add(kept)
-            self.storage[func].append(kept)
+            first = first_in(kept)
+            if first is not None:  # else the result is empty
+                first.call = call
+                self._changes.add(kept)
+                self.storage[func].append(kept)
         return result
 
 
@@ -168,6 +175,7 @@ class _CachedTorchDispatchMode(_AskingMode):
     ) -> None:
         super().__init__(policy_fn, storage)
         self.allow_cache_entry_mutation = allow_cache_entry_mutation
+        self._context = SelectiveCheckpointContext(is_recompute=True)
         self._replays = 0
         self._fetched: Fetched = {}
 
@@ -184,11 +192,11 @@ class _CachedTorchDispatchMode(_AskingMode):
         kind = kinds[func]
         if self.paused or kind.is_passed_over(args, kwargs):
             return func(*args, **kwargs)
-        call = self._calls[func]
-        self._calls[func] = call + 1
+        call = self._calls[kind]
+        self._calls[kind] = call + 1
         saves = type(self._decide(func, args, kwargs, None)) is not Recompute
         entries = self.storage.get(func)
-        first = next(kepts_in(entries[0])) if entries else None
+        first = first_in(entries[0]) if entries else None
         if not kind.is_kept or not entries or first is None or first.call != call:
             if not saves or not kind.is_kept:
                 return func(*args, **kwargs)

@@ -369,7 +369,8 @@ def prepare(
 
     scope = Scope(frame, pack, slots.__len__, outer, watch=watch)
     scope.unpack = unpack
-    scope.is_bare = record is None and frame.trace is None and not takes_a_mode(options.policy)
+    looks_on = any(one is not None for one in (record, frame.trace, scope.watch))
+    scope.is_bare = not looks_on and not takes_a_mode(options.policy)
     if scope.watch is not None:
         scope.pack = _watched(pack, scope.watch)
     scope.trace = frame.trace

@@ -33,6 +33,7 @@ from recollect._steps import ByCode
 from recollect._stores.chosen import store_of
 from recollect._stores.store import Store
 from recollect._torch import (
+    PLAIN_TYPES,
     Hooks,
     as_inner_result,
     graph_is_kept,
@@ -50,15 +51,24 @@ if TYPE_CHECKING:
 
 
 class Mark:
-    """A named region in the journal: what was decided, and what its forward came to."""
+    """A named region in the journal: what was decided, and whether its outputs were kept.
 
-    __slots__ = ("after", "decision", "packs_outputs", "path")
+    It does not change, so that the calls of a region share it. Whether outputs are kept is known when a call has ended:
+    then the other form takes its place.
+    """
 
-    def __init__(self, path: str, decision: Decision | None) -> None:
+    __slots__ = ("_other", "decision", "packs_outputs", "path")
+
+    def __init__(self, path: str, decision: Decision | None, packs_outputs: bool = False) -> None:
         self.path = path
         self.decision = decision
-        self.after = 0  # the journal's position behind the region
-        self.packs_outputs = False  # whether the outputs were kept
+        self.packs_outputs = packs_outputs
+        self._other: Mark | None = None
+
+    def with_outputs(self) -> Mark:
+        if self._other is None:
+            self._other = Mark(self.path, self.decision, True)
+        return self._other
 
 
 # Whether any replay came to the outputs of a region, by path in a function; those without a replay are missing.
@@ -98,16 +108,18 @@ _UNSEEN, _PASSED, _VISITED = range(3)
 class _KeptRegion:
     """What is kept of one call."""
 
-    __slots__ = ("after", "arguments", "before", "outputs", "path", "seen", "template")
+    __slots__ = ("arguments", "before", "end", "outputs", "path", "random", "seen", "template", "version")
 
-    def __init__(self, path: str, before: int, arguments: Sequence[int] | None) -> None:
+    def __init__(self, path: str, before: int, end: int, arguments: Sequence[int] | None) -> None:
         self.path = path
         self.before = before  # how many slots the frame had when the region began
+        self.end = end  # the journal's position behind it
         self.arguments = arguments  # those that were saved inside, in order; None: it changed them
+        self.seen = _UNSEEN  # by the running replay: it came by, and it needed the outputs
         self.outputs: Any = None  # what is kept of the result's tensors, each once; of an argument its place
         self.template: Any = _ALONE  # the result, with _Places for its tensors
-        self.after: Any = None  # the random state behind it
-        self.seen = _UNSEEN  # by the running replay: it came by, and it needed the outputs
+        self.version: int  # of an output that is simply held, without its history
+        self.random: Any  # where the random generators stood behind it
 
 
 _ALONE = object()  # the result is a tensor, and `outputs` no list
@@ -128,9 +140,10 @@ class _Place:
 class _Keeper:
     """What the kept regions in one forward of a function have in common."""
 
-    __slots__ = ("hooks", "inside", "regions")
+    __slots__ = ("hooks", "inside", "is_simple", "regions")
 
     def __init__(self, scope: Scope) -> None:
+        self.is_simple = scope.watch is None and scope.trace is None
         self.inside = Inside()
         self.hooks = hooks_of(self.inside, scope, (scope.pack, scope.unpack), scope.frame.around)
         # It is the frame's, and not the keeper, whose hooks hold the frame.
@@ -143,12 +156,10 @@ def keep(
     keeper: _Keeper = scope.keeper
     if keeper is None:
         keeper = scope.keeper = _Keeper(scope)
-    tensors, flat = find_tensors(args, kwargs)
-    versions = versions_of(tensors)
-    contents = None if flat else _contents((args, kwargs))
+    call = _look_at(args, kwargs)
+    tensors, given = call[:2]
     path, before = mark.path, scope.packed()
     store = store_of(mark.decision) if type(mark.decision) is Offload else None
-    given = list(map(id, tensors))
     used: list[int] = []
     around = top_hooks()
     if around is not None and around[0] is scope.pack:
@@ -160,22 +171,65 @@ def keep(
             inside.part = NO_PART
     else:  # the function has pushed hooks of its own: they decide
         result = call_within(scope, None, function, args, kwargs)
-    is_unchanged = versions_of(tensors) == versions and (
-        contents is None or _are_same(contents, _contents((args, kwargs)))
-    )
-    regions = keeper.regions
-    region = regions.by_place[place] = _KeptRegion(path, before, tuple(used) if is_unchanged else None)
+    regions, is_unchanged = keeper.regions, _is_unchanged(call, args, kwargs)
+    region = _KeptRegion(path, before, scope.position, tuple(used) if is_unchanged else None)
+    keeps = mark.packs_outputs
     if not scope.following:
-        mark.after = scope.position
         # Where random numbers are not preserved, running it again would draw others.
         is_needed = regions.reached.get(path, True) or not scope.frame.options.preserve_rng_state
-        mark.packs_outputs = is_needed and is_unchanged and _can_be_handed_out(tensors, given, result)
-    if mark.packs_outputs:
-        trace: OperatorTrace | None = scope.trace
-        keep_outputs = _keep_outputs if trace is None else trace.without(_keep_outputs)
-        keep_outputs(scope, region, result, given, around, store)
-        region.after = regions.read_random()
+        keeps = is_needed and is_unchanged and _can_be_handed_out(call, result)
+        if keeps:
+            scope.frame.journal[place] = mark.with_outputs()
+    if keeps:
+        if keeper.is_simple and store is None and around is None and _is_simple(result, given):
+            region.outputs, region.version = result.detach(), result._version
+        else:
+            trace: OperatorTrace | None = scope.trace
+            keep_outputs = _keep_outputs if trace is None else trace.without(_keep_outputs)
+            keep_outputs(scope, region, result, given, around, store)
+        region.random = regions.read_random()
+    regions.by_place[place] = region
     return result
+
+
+# A call: its tensors, their identities and versions, and what its containers hold. _PLAIN if it has nothing but tensors
+# of no subclass, none of which was made in inference mode; None if it has no container that could change.
+_Call = tuple[Sequence[Tensor], list[int], list[int], Any]
+_PLAIN = object()
+
+
+def _look_at(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    if not kwargs:
+        given, versions = [], []
+        try:
+            for value in args:
+                if type(value) not in PLAIN_TYPES:
+                    break
+                given.append(id(value))
+                versions.append(value._version)
+            else:
+                return args, given, versions, _PLAIN
+        except RuntimeError:
+            pass
+    tensors, flat = find_tensors(args, kwargs)
+    return tensors, list(map(id, tensors)), versions_of(tensors), None if flat else _contents((args, kwargs))
+
+
+def _is_unchanged(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    tensors, _, versions, contents = call
+    if contents is _PLAIN:
+        for tensor, version in zip(tensors, versions, strict=True):  # noqa: SIM110 - a generator costs more than that
+            if tensor._version != version:
+                return False
+        return True
+    if versions_of(tensors) != versions:
+        return False
+    return contents is None or _are_same(contents, _contents((args, kwargs)))
+
+
+def _is_simple(result: Any, given: list[int]) -> bool:
+    """Whether a result is a tensor that is made in the region, and is handed out as one that needs grad."""
+    return type(result) is Tensor and not result.is_leaf and id(result) not in given
 
 
 def _contents(value: Any, seen: set[int] | None = None) -> list[Any]:
@@ -199,20 +253,16 @@ def _are_same(before: list[Any], after: list[Any]) -> bool:
     return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
 
 
-def _can_be_handed_out(arguments: Sequence[Tensor], given: list[int], result: Any) -> bool:
+def _can_be_handed_out(call: _Call, result: Any) -> bool:
     """Not if an output shares memory with an argument that it is not, or with another output, or cannot be told to."""
-    if in_dual_level():
+    tensors, given, _, contents = call
+    if in_dual_level() or (contents is not _PLAIN and any(map(Tensor.is_inference, tensors))):
         return False
-    memories = []
-    for argument in arguments:
-        if argument.is_inference():
-            return False
-        memories.append(storage_key(argument))
-    if isinstance(result, Tensor):
-        return id(result) in given or not (storage_key(result) in memories or _is_odd(result))
-    if not is_transparent(result):
+    is_tensor = isinstance(result, Tensor)
+    if not is_tensor and not is_transparent(result):
         return False
-    for output in _tensors_in(result):
+    memories = list(map(storage_key, tensors))
+    for output in (result,) if is_tensor else _tensors_in(result):
         if id(output) not in given:
             memory = storage_key(output)
             if memory in memories or _is_odd(output):
@@ -312,10 +362,10 @@ def replay(
         else:
             if scope.recorder is not None:
                 scope.recorder.adopt(result)
-            scope.position = mark.after
-            regions.put_random(region.after)
+            scope.position = region.end
+            regions.put_random(region.random)
             return result
-    return _run_again(scope, tensors if region.arguments is None else [], function, args, kwargs)
+    return _run_again(scope, tensors if region.arguments is None else (), function, args, kwargs)
 
 
 def _hand_out(region: _KeptRegion, tensors: Sequence[Tensor]) -> Any:
@@ -323,6 +373,10 @@ def _hand_out(region: _KeptRegion, tensors: Sequence[Tensor]) -> Any:
     outputs, again = region.outputs, graph_is_kept()
     if not again:
         region.outputs = None
+    if type(outputs) is Tensor:
+        if outputs._version != region.version:
+            raise _errors.SavedTensorChangedError
+        return as_inner_result(outputs, tensors, _errors.served_from_memory(region.path))
     if region.template is _ALONE:
         return _output(outputs, tensors, region.path, again)
     given = [_output(one, tensors, region.path, again) for one in outputs]
@@ -343,9 +397,14 @@ def _output(one: Kept | int, tensors: Sequence[Tensor], path: str, again: bool) 
 
 
 def _run_again(
-    scope: Scope, tensors: list[Tensor], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    scope: Scope,
+    arguments: Sequence[Tensor],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Run a kept region in the replay. Its graph is of no use, and what it saves belongs to nobody but `tensors`."""
+    """Run a kept region in the replay. Its graph is of no use, and what it saves is nobody's but `arguments`."""
+    tensors = list(arguments)
     frame_pack, given = scope.pack, list(map(id, tensors))
 
     def pack(tensor: Tensor) -> Tensor:

@@ -90,13 +90,22 @@ class Scope:
 
         None within a replay that has got further than the forward, which is then unfinished or took another path.
         """
-        position = self.position
-        self.position = position + 1
         if not self.following:
+            self.position += 1
             entry = make(*args)
             self.frame.journal.append(entry)
             return entry
+        found: T | None = self.note(None)
+        return found
+
+    def note(self, entry: Any) -> Any:
+        """The same for an entry that is there already."""
+        position = self.position
+        self.position = position + 1
         journal = self.frame.journal
+        if not self.following:
+            journal.append(entry)
+            return entry
         end = self.frame.end if self.replaying and self.frame.finished else len(journal)
         return journal[position] if position < end else None
 

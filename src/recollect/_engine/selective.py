@@ -148,7 +148,7 @@ def keep_results(
         for one in kepts_in(kept):
             one.copies_on_write = True
     if scope is not None:
-        first = next(kepts_in(kept), None)
+        first = first_in(kept)
         if first is not None:
             first.packed = scope.packed()
             everything = scope.frame.options.preserve_rng_state == "all"  # a generator of the user's too
@@ -181,6 +181,11 @@ def kepts_in(kept: Any) -> Iterator[Kept]:
     elif isinstance(kept, (list, tuple)):
         for part in kept:
             yield from kepts_in(part)
+
+
+def first_in(kept: Any) -> Kept | None:
+    """The one that stands for a call; a call without results has none."""
+    return kept if type(kept) is Kept else next(kepts_in(kept), None)
 
 
 Fetched = dict[Kept, Any]
@@ -380,7 +385,7 @@ class Serving(OperatorMode):
         kept = calls[index]
         if kept is None or kept is _GONE:
             return func(*args, **kwargs)
-        first = next(kepts_in(kept), None)
+        first = first_in(kept)
         if first is not None and first.copies_on_write and any(one.is_changed() for one in kepts_in(kept)):
             return func(*args, **kwargs)
         if self._finished and first is not None and first.packed != self._packed():
