@@ -597,8 +597,8 @@ FAULTS = (
     fault(
         "a kept module is run in the replay",
         "_decided.py",
-        "    return call_part(scope, decided.name, decision, call, args,",
-        "    return call_part(scope, decided.name, None, call, args,",
+        "    mark = Mark(decided.name, decision)\n",
+        "    mark = Mark(decided.name, Recompute())\n",
         "test_modules.py",
     ),
     fault(
@@ -625,8 +625,8 @@ FAULTS = (
     fault(
         "overrides of a run do not reach a region inside a kept module",
         "_decided.py",
-        "options=overridden(decided.options))",
-        "options=decided.options)",
+        "kwargs, overridden(decided.options))",
+        "kwargs, decided.options)",
         "test_modules.py",
     ),
     fault(

@@ -112,7 +112,13 @@ def _call_named(
         found = _checked(scope, path, scope.noted(_asked, scope, path, args, kwargs))
         if found is None or found.decision is None:
             return function(*args, **kwargs)
-        return (_call_inside if scope.saving else _call_decided)(scope, place, found, function, args, kwargs)
+        if scope.saving:
+            run: Callable[..., Any] = _call_inside
+        elif type(found.decision) is Recompute:
+            run = _call_recomputed
+        else:
+            run = replay if scope.replaying else keep
+        return run(scope, place, found, function, args, kwargs)
     decision = policy.decide(path, _NO_QUESTION)
     is_plain = decision is None or (type(decision) is Recompute and decision.policy is None)
     mark = Mark(path, decision)
@@ -145,7 +151,9 @@ def call_part(
         found = _checked(scope, mark.path, found)
         if found is None:
             return function(*args, **kwargs)
-    return _call_decided(scope, place, found, function, args, kwargs, options)
+    if type(found.decision) is Recompute:
+        return _call_recomputed(scope, place, found, function, args, kwargs, options)
+    return (replay if scope.replaying else keep)(scope, place, found, function, args, kwargs)
 
 
 def _checked(scope: Scope, path: str, found: Any) -> Mark | None:
@@ -157,7 +165,7 @@ def _checked(scope: Scope, path: str, found: Any) -> Mark | None:
     return found
 
 
-def _call_decided(
+def _call_recomputed(
     scope: Scope,
     place: int,
     mark: Mark,
@@ -166,11 +174,9 @@ def _call_decided(
     kwargs: dict[str, Any],
     options: Options | None = None,
 ) -> Any:
-    decision = mark.decision
-    if type(decision) is not Recompute:
-        return (replay if scope.replaying else keep)(scope, place, mark, function, args, kwargs)
-    if decision.policy is not None or options is not None:
-        return _call_refined(scope, place, decision.policy, function, args, kwargs)
+    policy = mark.decision.policy  # type: ignore[union-attr]
+    if policy is not None or options is not None:
+        return _call_refined(scope, place, policy, function, args, kwargs)
     return function(*args, **kwargs)
 
 

@@ -90,13 +90,8 @@ class Scope:
 
         None within a replay that has got further than the forward, which is then unfinished or took another path.
         """
-        if not self.following:
-            self.position += 1
-            entry = make(*args)
-            self.frame.journal.append(entry)
-            return entry
-        found: T | None = self.note(None)
-        return found
+        entry: T | None = self.note(None if self.following else make(*args))
+        return entry
 
     def note(self, entry: Any) -> Any:
         """The same for an entry that is there already."""
