@@ -171,17 +171,19 @@ def keep(
             inside.part = NO_PART
     else:  # the function has pushed hooks of its own: they decide
         result = call_within(scope, None, function, args, kwargs)
-    regions, is_unchanged = keeper.regions, _is_unchanged(call, args, kwargs)
+    regions = keeper.regions
+    is_usual = keeper.is_simple and store is None and around is None and _is_usual(call, result)
+    is_unchanged = is_usual or _is_unchanged(call, args, kwargs)
     region = _KeptRegion(path, before, scope.position, tuple(used) if is_unchanged else None)
     keeps = mark.packs_outputs
     if not scope.following:
         # Where random numbers are not preserved, running it again would draw others.
         is_needed = regions.reached.get(path, True) or not scope.frame.options.preserve_rng_state
-        keeps = is_needed and is_unchanged and _can_be_handed_out(call, result)
+        keeps = is_needed and is_unchanged and (is_usual or _can_be_handed_out(call, result))
         if keeps:
             scope.frame.journal[place] = mark.with_outputs()
     if keeps:
-        if keeper.is_simple and store is None and around is None and _is_simple(result, given):
+        if is_usual:
             region.outputs, region.version = result.detach(), result._version
         else:
             trace: OperatorTrace | None = scope.trace
@@ -215,21 +217,26 @@ def _look_at(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     return tensors, list(map(id, tensors)), versions_of(tensors), None if flat else _contents((args, kwargs))
 
 
+def _is_usual(call: _Call, result: Any) -> bool:
+    """Whether a call of plain tensors has changed none of them, and given one that is its own and needs grad.
+
+    The short way to what `_is_unchanged` and `_can_be_handed_out` find out.
+    """
+    tensors, _, versions, contents = call
+    if contents is not _PLAIN or type(result) is not Tensor or result.is_leaf or in_dual_level():
+        return False
+    memory = storage_key(result)
+    for tensor, version in zip(tensors, versions, strict=True):
+        if tensor._version != version or storage_key(tensor) == memory:
+            return False
+    return True
+
+
 def _is_unchanged(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     tensors, _, versions, contents = call
-    if contents is _PLAIN:
-        for tensor, version in zip(tensors, versions, strict=True):  # noqa: SIM110 - a generator costs more than that
-            if tensor._version != version:
-                return False
-        return True
     if versions_of(tensors) != versions:
         return False
-    return contents is None or _are_same(contents, _contents((args, kwargs)))
-
-
-def _is_simple(result: Any, given: list[int]) -> bool:
-    """Whether a result is a tensor that is made in the region, and is handed out as one that needs grad."""
-    return type(result) is Tensor and not result.is_leaf and id(result) not in given
+    return contents is None or contents is _PLAIN or _are_same(contents, _contents((args, kwargs)))
 
 
 def _contents(value: Any, seen: set[int] | None = None) -> list[Any]:
