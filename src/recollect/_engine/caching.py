@@ -57,16 +57,10 @@ _VERDICTS: dict[str, Decision] = {
 }
 
 
-# The usual answers, by identity: an enum is slow to give a name or a hash.
-_ANSWERS: dict[int, Decision] = {id(True): _SAVE, id(False): _RECOMPUTE}
-_ANSWERS.update((id(one), _VERDICTS[one.name]) for one in (*CheckpointPolicy, *TAGS.values()) if one.name in _VERDICTS)
-
-
 def verdict(answer: Any) -> Decision:
     """A drop-in policy's answer as a decision. Torch's own enum has members of the same names."""
-    decision = _ANSWERS.get(id(answer))
-    if decision is not None:
-        return decision
+    if isinstance(answer, bool):
+        return _SAVE if answer else _RECOMPUTE
     if isinstance(answer, enum.Enum) and answer.name in _VERDICTS:
         return _VERDICTS[answer.name]
     raise TypeError(
@@ -75,11 +69,17 @@ def verdict(answer: Any) -> Decision:
     )
 
 
+# The verdicts on the usual answers, by identity: an enum is slow to give its name, or a hash.
+_THEIRS = [TAGS[name] for name in _VERDICTS if name in TAGS]  # versions differ in which there are
+_ANSWERS = {id(answer): verdict(answer) for answer in (True, False, *CheckpointPolicy, *_THEIRS)}
+
+
 class _ListPolicy:
     """The policy that a list of operators means."""
 
     def __init__(self, operators: Iterable[Any]) -> None:
         self.operators = frozenset(operators)
+        self.kinds = frozenset(kinds[operator] for operator in operators)  # an operator is slow to hash
 
     def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in self.operators else CheckpointPolicy.PREFER_RECOMPUTE
@@ -110,13 +110,14 @@ class _AskingMode(OperatorMode):
         self._scope = None
         super().__exit__(*error)
 
-    def _decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Decision:
+    def _decide(self, func: Any, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Decision:
         policy = self.policy_fn
         if type(policy) is _ListPolicy:
-            return _SAVE if func in policy.operators else _RECOMPUTE
+            return _SAVE if kind in policy.kinds else _RECOMPUTE
         context = self._context or SelectiveCheckpointContext(is_recompute=self.is_recompute, op_output=result)
         try:
-            return verdict(policy(context, func, *args, **kwargs))
+            answer = policy(context, func, *args, **kwargs)
+            return _ANSWERS.get(id(answer)) or verdict(answer)
         except TypeError as error:
             self.refused = error  # as in selective.Keeping
             raise
@@ -154,7 +155,7 @@ class _CachingTorchDispatchMode(_AskingMode):
         result = func(*args, **kwargs)
         if kind.shares:
             self._changes.shares(args, result)
-        decision = self._decide(func, args, kwargs, result)
+        decision = self._decide(func, kind, args, kwargs, result)
         if type(decision) is not Recompute and kind.is_kept:
             kept = keep_results(self._scope, kind, args, kwargs, result, decision)
             first = first_in(kept)
@@ -194,8 +195,8 @@ class _CachedTorchDispatchMode(_AskingMode):
             return func(*args, **kwargs)
         call = self._calls[kind]
         self._calls[kind] = call + 1
-        saves = type(self._decide(func, args, kwargs, None)) is not Recompute
-        entries = self.storage.get(func)
+        saves = type(self._decide(func, kind, args, kwargs, None)) is not Recompute
+        entries = self.storage.get(func) if self.storage else None
         first = first_in(entries[0]) if entries else None
         if not kind.is_kept or not entries or first is None or first.call != call:
             if not saves or not kind.is_kept:
