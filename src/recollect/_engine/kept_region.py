@@ -157,7 +157,7 @@ def keep(
     if keeper is None:
         keeper = scope.keeper = _Keeper(scope)
     call = _look_at(args, kwargs)
-    tensors, given = call[:2]
+    tensors, given, _, _ = call
     path, before = mark.path, scope.packed()
     store = store_of(mark.decision) if type(mark.decision) is Offload else None
     used: list[int] = []
@@ -226,7 +226,7 @@ def _is_usual(call: _Call, result: Any) -> bool:
     if contents is not _PLAIN or type(result) is not Tensor or result.is_leaf or in_dual_level():
         return False
     memory = storage_key(result)
-    for tensor, version in zip(tensors, versions, strict=True):
+    for tensor, version in zip(tensors, versions):  # noqa: B905 - to say `strict` costs as much as the rest of it
         if tensor._version != version or storage_key(tensor) == memory:
             return False
     return True
