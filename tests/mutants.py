@@ -497,8 +497,8 @@ FAULTS = (
     fault(
         "a kept region leaves the random state where it was",
         "_engine/kept_region.py",
-        "                kept.after.put()\n",
-        "                pass\n",
+        "            regions.put_random(region.random)\n",
+        "            pass\n",
         "test_random.py::test_a_kept_named_region_that_draws",
     ),
     fault(
@@ -538,7 +538,7 @@ FAULTS = (
     ),
     fault(
         "a kept region packs another argument",
-        "_engine/kept_region.py",
+        "_engine/inside.py",
         "            scope.pack(tensors[index])\n",
         "            scope.pack(tensors[-1 - index])\n",
         "test_regions.py::test_outputs_gradients_and_random_state_equal_those_of_plain_autograd",
@@ -546,13 +546,13 @@ FAULTS = (
     fault(
         "a kept region that changes its arguments is not run again",
         "_engine/kept_region.py",
-        "    if kept is None or kept.changes_arguments:",
-        "    if kept is None:",
+        "tuple(used) if is_unchanged else None",
+        "tuple(used)",
         "test_regions.py::test_outputs_gradients_and_random_state_equal_those_of_plain_autograd",
     ),
     fault(
         "dispatch modes see what runs inside a kept region",
-        "_engine/kept_region.py",
+        "_engine/inside.py",
         "    for mode in paused:\n        mode.paused = True\n",
         "",
         "test_kept_values.py",
@@ -597,8 +597,8 @@ FAULTS = (
     fault(
         "a kept module is run in the replay",
         "_decided.py",
-        "    return call_part(scope, decided.name, decision, call, args,",
-        "    return call_part(scope, decided.name, None, call, args,",
+        "    mark = Mark(decided.name, decision)\n",
+        "    mark = Mark(decided.name, Recompute())\n",
         "test_modules.py",
     ),
     fault(
@@ -625,8 +625,8 @@ FAULTS = (
     fault(
         "overrides of a run do not reach a region inside a kept module",
         "_decided.py",
-        "options=overridden(decided.options))",
-        "options=decided.options)",
+        "kwargs, overridden(decided.options))",
+        "kwargs, decided.options)",
         "test_modules.py",
     ),
     fault(

@@ -42,7 +42,7 @@ LAYERS = [
     ["recollect._engine.caching"],
     ["recollect._engine.frame", "recollect._engine.kept_region"],
     ["recollect._engine.replay", "recollect._engine.reentrant"],
-    ["recollect._engine.selective"],
+    ["recollect._engine.selective", "recollect._engine.inside"],
     ["recollect._engine.calls"],
     ["recollect._engine.groups", "recollect._engine.scope"],
     ["recollect._verification"],

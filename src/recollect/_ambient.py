@@ -147,33 +147,53 @@ def _preserve_accelerators(types: tuple[str, ...], devices: Sequence[torch.devic
     return parts + look_again if look_again else parts
 
 
+# How generators are read and put, together.
+Access = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def access_to(parts: Sequence[Part]) -> Access:
+    """The generators that a region preserves."""
+    return _together(
+        [
+            (part.source.read, part.source.put) if isinstance(part, Preserved) else (part.read, part.put)
+            for part in parts
+            if isinstance(part, (Preserved, OtherDevices))
+        ]
+    )
+
+
+def _together(each: list[Access]) -> Access:
+    if len(each) == 1:
+        return each[0]
+
+    def put(states: list[Any]) -> None:
+        for (_, put_one), state in zip(each, states, strict=True):
+            put_one(state)
+
+    return lambda: [read() for read, _ in each], put
+
+
 class RandomState:
     """Where generators stand at one moment within a region, to be put there again."""
 
-    __slots__ = ("_states",)
+    __slots__ = ("_put", "_state")
 
-    def __init__(self, states: list[tuple[Callable[[Any], object], Any]]) -> None:
-        self._states = states
+    def __init__(self, access: Access) -> None:
+        read, self._put = access
+        self._state = read()
 
     @classmethod
     def now(cls, tensors: Sequence[Tensor]) -> RandomState:
         """Of all that a region on `tensors` may draw from without being given it."""
-        return cls([(source.put, source.read()) for source in default_generators(_devices_of(tensors))])
+        return cls(_together([(source.read, source.put) for source in default_generators(_devices_of(tensors))]))
 
     @classmethod
     def like(cls, parts: Sequence[Part]) -> RandomState:
         """Of the generators that a region preserves."""
-        states: list[tuple[Callable[[Any], object], Any]] = []
-        for part in parts:
-            if isinstance(part, Preserved):
-                states.append((part.source.put, part.source.read()))
-            elif isinstance(part, OtherDevices):
-                states.append((part.put, part.read()))
-        return cls(states)
+        return cls(access_to(parts))
 
     def put(self) -> None:
-        for put, state in self._states:
-            put(state)
+        self._put(self._state)
 
 
 # --- Modes ---

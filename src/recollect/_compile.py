@@ -46,7 +46,7 @@ from recollect import (
     _verification,
     _verify,
 )
-from recollect._engine import caching, calls, frame, groups, kept_region, reentrant, replay, scope, selective
+from recollect._engine import caching, calls, frame, groups, inside, kept_region, reentrant, replay, scope, selective
 from recollect._stores import chosen, courses, disk, files, flights, forms, links, media, pool, ranges, store
 from recollect._torch import (
     ID_IS_GUARDED,
@@ -359,7 +359,7 @@ def hand_over(
 HIDDEN = (
     *(_ambient, _differences, _digest, _errors, _generators, _guards, _inputs, _known, _optimizers, _record, _steps),
     *(_kept, _torch, _verification, _verify),
-    *(caching, calls, frame, groups, kept_region, reentrant, replay, scope, selective),
+    *(caching, calls, frame, groups, inside, kept_region, reentrant, replay, scope, selective),
     *(chosen, courses, disk, files, flights, forms, links, media, pool, ranges, store),
 )
 for _module in HIDDEN:

@@ -41,7 +41,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from recollect import _compile, _errors
 from recollect._checkpoint import RUN_LATER, noop_context_fn, overridden, refuse_to_run_later, run_compiled
 from recollect._engine.frame import Options, run_region
-from recollect._engine.kept_region import call_with_store
+from recollect._engine.kept_region import Mark, call_with_store
 from recollect._engine.named import call_part
 from recollect._engine.scope import Scope, here
 from recollect._inputs import find_tensors, is_parameter
@@ -212,7 +212,8 @@ def _call_in_region(
             entry.was_of_no_use(module, "it is called inside of what is recomputed as a whole")
         return call(*args, **kwargs)
     entry.settled = True
-    return call_part(scope, decided.name, decision, call, args, kwargs, options=overridden(decided.options))
+    mark = Mark(decided.name, decision)
+    return call_part(scope, mark, call, args, kwargs, overridden(decided.options))
 
 
 @never_begin  # where it would begin here

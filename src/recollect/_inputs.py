@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from recollect import _errors
-from recollect._torch import Hooks, PlaceInGraph, are_plain, is_same_memory, version_of, without_torch_function
+from recollect._torch import PLAIN_TYPES, Hooks, PlaceInGraph, is_same_memory, version_of, without_torch_function
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -73,6 +73,8 @@ _ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dty
 
 def find_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
     """The tensors of a call in a fixed order, and whether the call holds no container that could change."""
+    if not kwargs and PLAIN_TYPES.issuperset(map(type, args)):
+        return list(args), True
     tensors: list[Tensor] = []
     flat = True
     seen: set[int] = set()
@@ -157,7 +159,7 @@ def _rebuild_dataclass(value: Any, leaf: Any, replace: Callable[[Any], Any], mad
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was changed in place; a tensor made in inference mode does not count."""
-    if not are_plain(tensors):
+    if not PLAIN_TYPES.issuperset(map(type, tensors)):  # as `are_plain`, which would cost another call
         with without_torch_function():
             return list(map(version_of, tensors))
     try:

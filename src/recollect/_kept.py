@@ -42,6 +42,8 @@ class Kept:
     _reshapes = 0  # how often the original was given another shape in place
     call = 0  # which call of its operator it is from
     packed = 0  # how many tensors its region had packed by then
+    needs_grad = False  # whether it is handed out as a result that does
+    path = ""  # of the named region that it was saved in
     after: Any = None  # the random state after the call whose result this is, where it may have drawn
     copies_on_write = False  # if the region itself is about to change the original
     changed_by = ""  # who changed it in place, in words, where that was seen
@@ -56,15 +58,7 @@ class Kept:
             return
         self._version = version_of(value)
         if hooks is not None:
-            pack, self._unpack = hooks
-            dense = type(value) is Tensor and value.layout is torch.strided and not value.is_nested
-            self._stride = value.stride() if dense else None
-            by_hand.packing = True
-            try:
-                with torch.no_grad():  # as around autograd's own calls of a pack hook
-                    self._packed = pack(value)
-            finally:
-                by_hand.packing = False
+            self._hand_to(hooks, value)
         elif store is not None:
             ticket = store.put(value)
             if ticket is not None:
@@ -74,6 +68,17 @@ class Kept:
         if not is_private:
             # Hooks may hold the very tensor, or a copy: as long as it is there, its version counts.
             self._held = value if self._packed is value else weakref.ref(value)
+
+    def _hand_to(self, hooks: Hooks, value: Tensor) -> None:
+        pack, self._unpack = hooks
+        dense = type(value) is Tensor and value.layout is torch.strided and not value.is_nested
+        self._stride = value.stride() if dense else None
+        by_hand.packing = True
+        try:
+            with torch.no_grad():  # as around autograd's own calls of a pack hook
+                self._packed = pack(value)
+        finally:
+            by_hand.packing = False
 
     @property
     def val(self) -> Any:
@@ -100,10 +105,14 @@ class Kept:
         """Whether the original was changed in place since, and with it what is kept."""
         if self.changed_by:
             return True
-        held = self._original()
+        held = self._held
+        if type(held) is weakref.ref:
+            held = held()
         if held is None:
             return False
-        moves = version_of(held) - self._version + sum(version_of(one) - then for one, then in self._aliases)
+        moves = version_of(held) - self._version
+        for one, then in self._aliases:
+            moves += version_of(one) - then
         return moves != self._reshapes
 
     def may_be_changed_in_replay(self) -> bool:

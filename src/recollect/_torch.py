@@ -64,12 +64,12 @@ set_torch_function_state: Callable[[Any], None] = torch._C._set_torch_function_s
 # Hides a tensor subclass's __torch_function__.
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
-_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether none is of a subclass, whose `__torch_function__` would be asked even when an attribute is read."""
-    return _PLAIN_TYPES.issuperset(map(type, tensors))
+def are_plain(values: Iterable[Any]) -> bool:
+    """Whether all are tensors, and of no subclass: its `__torch_function__` is asked even when an attribute is read."""
+    return PLAIN_TYPES.issuperset(map(type, values))
 
 
 # Have the running backward call something at its end; a backward that fails drops it without a call.
@@ -218,7 +218,7 @@ class PlaceInGraph:
         self._values.append(values)
         tensor: torch.Tensor = self._unpack()
         kind = type(values)
-        if kind not in _PLAIN_TYPES and type(tensor) is torch.Tensor:
+        if kind not in PLAIN_TYPES and type(tensor) is torch.Tensor:
             # Autograd gives back a plain tensor: its class would be lost, and with it what its operators do.
             tensor.__class__ = kind
             vars(tensor).update(vars(values))
@@ -450,7 +450,8 @@ def level_of_user_code() -> int:
 def storage_key(tensor: torch.Tensor) -> int:
     """A number that tensors over the same memory share; a tensor without any gets one of its own."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        memory: int = tensor.untyped_storage()._cdata
+        return memory
     except (RuntimeError, NotImplementedError):  # a sparse tensor, a wrapper around others
         return id(tensor)
 
@@ -505,7 +506,7 @@ def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
         _set_excluded(_ADINPLACE, True)
 
 
-def as_inner_result(value: torch.Tensor, history: list[torch.Tensor], message: str) -> torch.Tensor:
+def as_inner_result(value: torch.Tensor, history: Sequence[torch.Tensor], message: str) -> torch.Tensor:
     """The same memory as the result of an operator on `history`; a backward through it raises `message`.
 
     `DelayedError` is what `once_differentiable` is made of.
@@ -513,11 +514,12 @@ def as_inner_result(value: torch.Tensor, history: list[torch.Tensor], message: s
     if type(value) is not torch.Tensor:  # it would lose its type
         return value.detach().requires_grad_().clone()
     sources = [tensor for tensor in history if tensor.requires_grad]
-    if not sources:
-        result: torch.Tensor = _delayed_error(message, 1)(value.detach().requires_grad_())
-        return result
-    results: tuple[torch.Tensor, ...] = _delayed_error(message, 1 + len(sources))(value, *sources)
-    return results[0]
+    result: torch.Tensor
+    if sources:
+        result = _delayed_error(message, 1 + len(sources))(value, *sources)[0]
+    else:
+        result = _delayed_error(message, 1)(value.detach().requires_grad_())
+    return result
 
 
 @functools.cache
@@ -784,7 +786,7 @@ class out_of_sight:  # noqa: N801 - it is used as a function is
 def keeps_its_own_memory(kind: type) -> bool:
     """Whether tensors of a class have their values in memory of their own, rather than in other tensors."""
     # A parameter of a subclass is of that subclass.
-    return kind in _PLAIN_TYPES or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return kind in PLAIN_TYPES or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:

@@ -224,6 +224,11 @@ class Policy:
         """`operators()`, made once."""
         return self.operators()
 
+    @functools.cached_property
+    def known_paths(self) -> dict[str, Any]:
+        """What is known of named regions, by path: see `_engine/named.py`. There are as many as in the code."""
+        return {}
+
     def counts(self, decision: Decision) -> bool:
         """Whether a decision shows that the policy is of use."""
         return True

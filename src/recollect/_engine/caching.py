@@ -17,12 +17,12 @@ from recollect._engine.selective import (
     Changes,
     Fetched,
     fetch,
+    first_in,
     hand_out,
     keep_results,
-    kepts_in,
     kinds,
 )
-from recollect._torch import METADATA_OPERATORS, OperatorMode, is_operator, is_packet, operator_name, wait_for
+from recollect._torch import METADATA_OPERATORS, TAGS, OperatorMode, is_operator, is_packet, operator_name, wait_for
 from recollect.policy import Decision, Offload, Recompute, Save
 
 # What a drop-in policy answers. `MUST_*` may not be overridden by a compiler.
@@ -59,14 +59,19 @@ _VERDICTS: dict[str, Decision] = {
 
 def verdict(answer: Any) -> Decision:
     """A drop-in policy's answer as a decision. Torch's own enum has members of the same names."""
+    if isinstance(answer, bool):
+        return _SAVE if answer else _RECOMPUTE
     if isinstance(answer, enum.Enum) and answer.name in _VERDICTS:
         return _VERDICTS[answer.name]
-    if isinstance(answer, bool):
-        return _VERDICTS["MUST_SAVE" if answer else "PREFER_RECOMPUTE"]
     raise TypeError(
         f"a selective checkpointing policy must return a CheckpointPolicy or a bool, "
         f"got {_errors.describe_value(answer)}"
     )
+
+
+# The verdicts on the usual answers, by identity: an enum is slow to give its name, or a hash.
+_THEIRS = [TAGS[name] for name in _VERDICTS if name in TAGS]  # versions differ in which there are
+_ANSWERS = {id(answer): verdict(answer) for answer in (True, False, *CheckpointPolicy, *_THEIRS)}
 
 
 class _ListPolicy:
@@ -74,6 +79,7 @@ class _ListPolicy:
 
     def __init__(self, operators: Iterable[Any]) -> None:
         self.operators = frozenset(operators)
+        self.kinds = frozenset(kinds[operator] for operator in operators)  # an operator is slow to hash
 
     def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in self.operators else CheckpointPolicy.PREFER_RECOMPUTE
@@ -83,6 +89,7 @@ class _AskingMode(OperatorMode):
     """What the two modes have in common: the storage that they share, the policy, and the number of each call."""
 
     is_recompute: bool
+    _context: SelectiveCheckpointContext | None = None  # where it is the same for all operators
 
     def __init__(self, policy_fn: Callable[..., Any], storage: dict[Any, list[Any]]) -> None:
         super().__init__()
@@ -103,13 +110,14 @@ class _AskingMode(OperatorMode):
         self._scope = None
         super().__exit__(*error)
 
-    def _decide(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Decision:
+    def _decide(self, func: Any, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Decision:
         policy = self.policy_fn
         if type(policy) is _ListPolicy:
-            return _SAVE if func in policy.operators else _RECOMPUTE
-        context = SelectiveCheckpointContext(is_recompute=self.is_recompute, op_output=result)
+            return _SAVE if kind in policy.kinds else _RECOMPUTE
+        context = self._context or SelectiveCheckpointContext(is_recompute=self.is_recompute, op_output=result)
         try:
-            return verdict(policy(context, func, *args, **kwargs))
+            answer = policy(context, func, *args, **kwargs)
+            return _ANSWERS.get(id(answer)) or verdict(answer)
         except TypeError as error:
             self.refused = error  # as in selective.Keeping
             raise
@@ -140,21 +148,21 @@ class _CachingTorchDispatchMode(_AskingMode):
         kind = kinds[func]
         if self.paused or kind.is_passed_over(args, kwargs):
             return func(*args, **kwargs)
-        call = self._calls[func]
-        self._calls[func] = call + 1
+        call = self._calls[kind]
+        self._calls[kind] = call + 1
         if kind.writes or kind.statistics:
             self._changes.writes(func, kind, args, kwargs)
         result = func(*args, **kwargs)
         if kind.shares:
             self._changes.shares(args, result)
-        decision = self._decide(func, args, kwargs, result)
-        is_empty = isinstance(result, (list, tuple)) and not result
-        if kind.is_kept and type(decision) is not Recompute and not is_empty:
+        decision = self._decide(func, kind, args, kwargs, result)
+        if type(decision) is not Recompute and kind.is_kept:
             kept = keep_results(self._scope, kind, args, kwargs, result, decision)
-            for one in kepts_in(kept):
-                one.call = call
-            self._changes.add(kept)
-            self.storage[func].append(kept)
+            first = first_in(kept)
+            if first is not None:  # else the result is empty
+                first.call = call
+                self._changes.add(kept)
+                self.storage[func].append(kept)
         return result
 
 
@@ -168,6 +176,7 @@ class _CachedTorchDispatchMode(_AskingMode):
     ) -> None:
         super().__init__(policy_fn, storage)
         self.allow_cache_entry_mutation = allow_cache_entry_mutation
+        self._context = SelectiveCheckpointContext(is_recompute=True)
         self._replays = 0
         self._fetched: Fetched = {}
 
@@ -184,11 +193,11 @@ class _CachedTorchDispatchMode(_AskingMode):
         kind = kinds[func]
         if self.paused or kind.is_passed_over(args, kwargs):
             return func(*args, **kwargs)
-        call = self._calls[func]
-        self._calls[func] = call + 1
-        saves = type(self._decide(func, args, kwargs, None)) is not Recompute
-        entries = self.storage.get(func)
-        first = next(kepts_in(entries[0])) if entries else None
+        call = self._calls[kind]
+        self._calls[kind] = call + 1
+        saves = type(self._decide(func, kind, args, kwargs, None)) is not Recompute
+        entries = self.storage.get(func) if self.storage else None
+        first = first_in(entries[0]) if entries else None
         if not kind.is_kept or not entries or first is None or first.call != call:
             if not saves or not kind.is_kept:
                 return func(*args, **kwargs)

@@ -43,7 +43,7 @@ from recollect import _ambient, _errors, _verification
 from recollect._engine.calls import innermost, take_off
 from recollect._engine.replay import Replay, describe_difference, run_replay
 from recollect._engine.scope import Scope, Watch, here
-from recollect._engine.selective import forward_mode, tell_if_useless
+from recollect._engine.selective import forward_mode, takes_a_mode, tell_if_useless
 from recollect._errors import Signature
 from recollect._inputs import Inputs, find_tensors
 from recollect._kept import Slot, hooks_into
@@ -135,7 +135,7 @@ class Frame:
         self.path = path  # of the named regions around the function, where its policy was handed down to it
         # Of operators, by place in the journal: see selective.py.
         self.kept_outputs: dict[int, dict[Any, list[Any]]] | None = None
-        self.kept_regions: dict[int, Any] | None = None  # named ones, by named.py
+        self.kept_regions: Any = None  # named ones: see kept_region.py
         # Where this region's decisions stand: see scope.py.
         self.journal: list[Any] = [] if scope is None else scope.frame.journal
         self.start: int = 0 if scope is None else scope.position
@@ -369,7 +369,8 @@ def prepare(
 
     scope = Scope(frame, pack, slots.__len__, outer, watch=watch)
     scope.unpack = unpack
-    scope.is_bare = record is None and options.policy is None and frame.trace is None
+    looks_on = any(one is not None for one in (record, frame.trace, scope.watch))
+    scope.is_bare = not looks_on and not takes_a_mode(options.policy)
     if scope.watch is not None:
         scope.pack = _watched(pack, scope.watch)
     scope.trace = frame.trace

@@ -1,8 +1,7 @@
 """One call of a named region that is kept (`Save`, or `Offload`: the same in a store).
 
-- Forward. Hooks of its own are pushed over the frame's: what autograd saves inside is kept, except the region's
-  arguments and views of them, which become slots of the frame, as they would if some later operator had saved
-  them. The outputs are kept too, and the random state after the region.
+- Forward. What autograd saves inside is kept, except the region's arguments and views of them (inside.py). The
+  outputs are kept too, and the random state after the region.
 - Replay. The function is not run: the arguments that were saved inside are packed again, in the same order, and the
   kept outputs are handed out as results that need grad, so that what follows packs as before.
 
@@ -19,29 +18,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from recollect import _errors
-from recollect._ambient import RandomState
+from recollect._ambient import access_to
+from recollect._engine.inside import NO_PART, Inside, call_within, find_whole, hooks_of, pack_again
 from recollect._engine.scope import Scope
-from recollect._inputs import (
-    by_hand,
-    copy_of,
-    find_tensors,
-    is_transparent,
-    rebuild,
-    versions_of,
-    with_stride,
-)
-from recollect._kept import Kept, Slot, hooks_into, is_written, without_history
+from recollect._inputs import copy_of, find_tensors, is_transparent, rebuild, versions_of
+from recollect._kept import Kept, hooks_into
 from recollect._steps import ByCode
 from recollect._stores.chosen import store_of
 from recollect._stores.store import Store
 from recollect._torch import (
+    PLAIN_TYPES,
     Hooks,
     as_inner_result,
     graph_is_kept,
@@ -54,87 +46,87 @@ from recollect._torch import (
 from recollect._verify import OperatorTrace
 from recollect.policy import Decision, Offload
 
-P = ParamSpec("P")
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from recollect._engine.frame import Frame
 
 
 class Mark:
-    """A named region in the journal: what was decided, and what its forward came to."""
+    """A named region in the journal: what was decided, and whether its outputs were kept.
 
-    __slots__ = ("after", "decision", "packs_outputs", "path")
+    It does not change, so that the calls of a region share it. Whether outputs are kept is known when a call has ended:
+    then the other form takes its place.
+    """
 
-    def __init__(self, path: str, decision: Decision | None) -> None:
+    __slots__ = ("_other", "decision", "packs_outputs", "path")
+
+    def __init__(self, path: str, decision: Decision | None, packs_outputs: bool = False) -> None:
         self.path = path
         self.decision = decision
-        self.after = 0  # the journal's position behind the region
-        self.packs_outputs = False  # whether the outputs were kept
+        self.packs_outputs = packs_outputs
+        self._other: Mark | None = None
+
+    def with_outputs(self) -> Mark:
+        if self._other is None:
+            self._other = Mark(self.path, self.decision, True)
+        return self._other
 
 
-# --- Whether replays get as far as a region's outputs ---
-
-# For the paths in a function, whether any replay came to the outputs; those without a replay are missing.
+# Whether any replay came to the outputs of a region, by path in a function; those without a replay are missing.
 _reached: ByCode[dict[str, bool]] = ByCode(dict)
 
 
+class KeptRegions:
+    """What a frame keeps of its named regions."""
+
+    __slots__ = ("by_place", "put_random", "reached", "read_random")
+
+    def __init__(self, frame: Frame) -> None:
+        self.by_place: dict[int, _KeptRegion] = {}  # in the journal
+        self.reached = _reached[frame.function]
+        self.read_random, self.put_random = access_to(frame.ambient)
+
+    def let_go(self) -> None:
+        """Let go of all outputs."""
+        for region in self.by_place.values():
+            region.outputs = None
+
+    def replay_ended(self, packed: int) -> str | None:
+        """A replay that packed so many tensors has ended: the path of a region that it should have come by."""
+        missed = None
+        for region in self.by_place.values():
+            if region.seen != _VISITED:
+                self.reached.setdefault(region.path, False)
+                if region.seen != _PASSED and region.before < packed:
+                    missed = missed or region.path
+            region.seen = _UNSEEN
+        return missed
+
+
+_UNSEEN, _PASSED, _VISITED = range(3)
+
+
 class _KeptRegion:
-    """What a frame keeps of one call of a named region."""
+    """What is kept of one call."""
 
-    __slots__ = (
-        "_fates",
-        "_passed",
-        "_visited",
-        "after",
-        "arguments",
-        "before",
-        "changes_arguments",
-        "outputs",
-        "path",
-    )
+    __slots__ = ("arguments", "before", "end", "outputs", "path", "random", "seen", "template", "version")
 
-    def __init__(self, fates: dict[str, bool], path: str, before: int) -> None:
-        self.before = before  # how many slots the frame had when the region began
-        self._passed = False  # whether the running replay came by
-        self._fates = fates
+    def __init__(self, path: str, before: int, end: int, arguments: Sequence[int] | None) -> None:
         self.path = path
-        self._visited = False  # and needed the outputs
-        self.arguments: list[int] = []  # those that were saved inside, in order
-        self.changes_arguments = False
-        self.outputs: Any = None  # the result with an _Output for each tensor; None: not kept
-        self.after: RandomState | None = None
-
-    def may_be_reached(self) -> bool:
-        return self._fates.get(self.path, True)
-
-    def visited(self) -> None:
-        self._visited = True
-        self._fates[self.path] = True
-
-    def comes(self, packed: int) -> bool:
-        """The replay comes by; whether it does so where the forward did."""
-        self._passed = True
-        return packed == self.before
-
-    def replay_ended(self, packed: int) -> bool:
-        """Whether the replay came by, unless it ended before."""
-        passed, visited = self._passed, self._visited
-        self._passed = self._visited = False
-        if not visited:
-            self._fates.setdefault(self.path, False)
-        return passed or packed <= self.before
+        self.before = before  # how many slots the frame had when the region began
+        self.end = end  # the journal's position behind it
+        self.arguments = arguments  # those that were saved inside, in order; None: it changed them
+        self.seen = _UNSEEN  # by the running replay: it came by, and it needed the outputs
+        self.outputs: Any = None  # what is kept of the result's tensors, each once; of an argument its place
+        self.template: Any = _ALONE  # the result, with _Places for its tensors
+        self.version: int  # of an output that is simply held, without its history
+        self.random: Any  # where the random generators stood behind it
 
 
-class _Output:
-    """A kept tensor of a region's result."""
-
-    __slots__ = ("kept", "needs_grad")
-
-    def __init__(self, kept: Kept, needs_grad: bool) -> None:
-        self.kept = kept
-        self.needs_grad = needs_grad
+_ALONE = object()  # the result is a tensor, and `outputs` no list
 
 
-class _Argument:
-    """Stands in a kept result for an argument that was returned."""
+class _Place:
+    """Stands in a result for the tensor with this number."""
 
     __slots__ = ("index",)
 
@@ -142,148 +134,109 @@ class _Argument:
         self.index = index
 
 
-# --- Inside a kept region ---
+# --- In the forward ---
 
 
-def call_within(
-    scope: Scope,
-    hooks: Hooks | None,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    is_pinned: bool = False,
-) -> Any:
-    """Call the function of a kept region: nothing inside is decided by operators, and regions inside are kept too.
+class _Keeper:
+    """What the kept regions in one forward of a function have in common."""
 
-    What is pinned does not happen in the replays of the regions around either: they are not to see it.
-    """
-    outside, scope.saving = scope.saving, True
-    around = [scope, *scope.outer()] if is_pinned else [scope]
-    recorders = [one.recorder for one in around if one.recorder is not None]
-    modes = [mode for one in around for mode in (*one.modes, one.trace) if mode is not None]
-    paused = [mode for mode in modes if not mode.paused]
-    for mode in paused:
-        mode.paused = True
-    for recorder in recorders:
-        recorder.muted += 1
-    try:
-        if hooks is None:
-            return function(*args, **kwargs)
-        push_hooks(*hooks)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            pop_hooks_of(hooks[0])
-    finally:
-        scope.saving = outside
-        for mode in paused:
-            mode.paused = False
-        for recorder in recorders:
-            recorder.muted -= 1
+    __slots__ = ("hooks", "inside", "is_simple", "regions")
 
-
-class _ViewOf:
-    """A saved tensor that is a view of an argument: the argument's slot, and how to get from one to the other."""
-
-    needs_replay = True
-    __slots__ = ("_argument_stride", "_offset", "_shape", "_stride", "slot")
-
-    def __init__(self, slot: Any, tensor: Tensor, argument: Tensor) -> None:
-        self.slot = slot
-        self._shape = tensor.shape
-        self._stride = tensor.stride()
-        self._argument_stride = argument.stride()
-        self._offset = tensor.storage_offset() - argument.storage_offset()
-
-    def of(self, argument: Tensor) -> Tensor:
-        if argument.stride() != self._argument_stride:  # a parent's hooks may give the values in another order
-            argument = with_stride(argument, self._argument_stride)
-        return argument.as_strided(self._shape, self._stride, argument.storage_offset() + self._offset)
-
-
-def _places(tensors: list[Tensor]) -> dict[int, int]:
-    """Where in a call each of its tensors stands first, by identity."""
-    places: dict[int, int] = {}
-    for index, tensor in enumerate(tensors):
-        places.setdefault(id(tensor), index)
-    return places
-
-
-def _find_whole(tensor: Tensor, tensors: list[Tensor], places: dict[int, int]) -> int | None:
-    """The argument that `tensor` is a view of."""
-    base = tensor._base
-    if base is None:
-        return None
-    index = places.get(id(base))
-    if index is not None:
-        return index if _is_plain_view(tensor, base) else None
-    relatives = (index for index, one in enumerate(tensors) if one._base is base and _covers(one, tensor))
-    return next(relatives, None)
-
-
-def _is_plain_view(tensor: Tensor, of: Tensor) -> bool:
-    """Whether `tensor` reads the memory of another as that one does, only in another order."""
-    return (
-        type(tensor) is type(of) is Tensor
-        and tensor.layout is of.layout is torch.strided
-        and (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == (of.dtype, of.is_conj(), of.is_neg())
-    )
-
-
-def _covers(argument: Tensor, tensor: Tensor) -> bool:
-    """Whether an argument without gaps holds all the memory of `tensor`, a view of the same base."""
-    if not _is_plain_view(tensor, argument) or not tensor.numel() or not argument.numel():
-        return False
-    span = 1 + sum((size - 1) * stride for size, stride in zip(argument.shape, argument.stride(), strict=True))
-    if span != argument.numel():
-        return False
-    first = tensor.storage_offset() - argument.storage_offset()
-    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first >= 0 and last < argument.numel()
+    def __init__(self, scope: Scope) -> None:
+        self.is_simple = scope.watch is None and scope.trace is None
+        self.inside = Inside()
+        self.hooks = hooks_of(self.inside, scope, (scope.pack, scope.unpack), scope.frame.around)
+        # It is the frame's, and not the keeper, whose hooks hold the frame.
+        self.regions = scope.frame.kept_regions = KeptRegions(scope.frame)
 
 
 def keep(
     scope: Scope, place: int, mark: Mark, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    frame = scope.frame
-    tensors, flat = find_tensors(args, kwargs)
-    versions = versions_of(tensors)
-    kept = _KeptRegion(_reached[frame.function], mark.path, scope.packed())
-    store = store_of(mark.decision) if isinstance(mark.decision, Offload) else None
-    around, hooks = top_hooks(), None
-    if around is not None and around[0] is scope.pack:  # else the function has pushed hooks of its own: they decide
-        hooks = hooks_inside(scope, kept.arguments, kept.path, tensors, around, frame.around, store)
-        around = frame.around
-    given, contents = list(tensors), None if flat else _contents((args, kwargs))
-    try:
-        result = call_within(scope, hooks, function, args, kwargs)
-    finally:
-        tensors.clear()  # the hooks, which have it, live as long as the graph
-    kept.changes_arguments = versions_of(given) != versions or (
-        contents is not None and not _are_same(contents, _contents((args, kwargs)))
-    )
-    if scope.following:
-        keeps = mark.packs_outputs
-    else:
-        mark.after = scope.position
+    keeper: _Keeper = scope.keeper
+    if keeper is None:
+        keeper = scope.keeper = _Keeper(scope)
+    call = _look_at(args, kwargs)
+    tensors, given, _, _ = call
+    path, before = mark.path, scope.packed()
+    store = store_of(mark.decision) if type(mark.decision) is Offload else None
+    used: list[int] = []
+    around = top_hooks()
+    if around is not None and around[0] is scope.pack:
+        around, inside = scope.frame.around, keeper.inside
+        inside.part = path, tensors, given, used, store
+        try:
+            result = call_within(scope, keeper.hooks, function, args, kwargs)
+        finally:
+            inside.part = NO_PART
+    else:  # the function has pushed hooks of its own: they decide
+        result = call_within(scope, None, function, args, kwargs)
+    regions = keeper.regions
+    is_usual = keeper.is_simple and store is None and around is None and _is_usual(call, result)
+    is_unchanged = is_usual or _is_unchanged(call, args, kwargs)
+    region = _KeptRegion(path, before, scope.position, tuple(used) if is_unchanged else None)
+    keeps = mark.packs_outputs
+    if not scope.following:
         # Where random numbers are not preserved, running it again would draw others.
-        may_be_reached = kept.may_be_reached() or not frame.options.preserve_rng_state
-        keeps = not kept.changes_arguments and may_be_reached and not in_dual_level() and not _aliases(given, result)
-        mark.packs_outputs = keeps
+        is_needed = regions.reached.get(path, True) or not scope.frame.options.preserve_rng_state
+        keeps = is_needed and is_unchanged and (is_usual or _can_be_handed_out(call, result))
+        if keeps:
+            scope.frame.journal[place] = mark.with_outputs()
     if keeps:
-        kept.outputs = _unseen(scope, _kept_result)(scope, result, given, around, store)
-        kept.after = RandomState.like(frame.ambient)
-    if frame.kept_regions is None:
-        frame.kept_regions = {}
-    frame.kept_regions[place] = kept
+        if is_usual:
+            region.outputs, region.version = result.detach(), result._version
+        else:
+            trace: OperatorTrace | None = scope.trace
+            keep_outputs = _keep_outputs if trace is None else trace.without(_keep_outputs)
+            keep_outputs(scope, region, result, given, around, store)
+        region.random = regions.read_random()
+    regions.by_place[place] = region
     return result
 
 
-def _unseen(scope: Scope, function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, whose operators are none of the user's: the trace of `debug` does not show them."""
-    trace: OperatorTrace | None = scope.trace
-    return function if trace is None else trace.without(function)
+# A call: its tensors, their identities and versions, and what its containers hold. _PLAIN if it has nothing but tensors
+# of no subclass, none of which was made in inference mode; None if it has no container that could change.
+_Call = tuple[Sequence[Tensor], list[int], list[int], Any]
+_PLAIN = object()
+
+
+def _look_at(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    if not kwargs:
+        given, versions = [], []
+        try:
+            for value in args:
+                if type(value) not in PLAIN_TYPES:
+                    break
+                given.append(id(value))
+                versions.append(value._version)
+            else:
+                return args, given, versions, _PLAIN
+        except RuntimeError:
+            pass
+    tensors, flat = find_tensors(args, kwargs)
+    return tensors, list(map(id, tensors)), versions_of(tensors), None if flat else _contents((args, kwargs))
+
+
+def _is_usual(call: _Call, result: Any) -> bool:
+    """Whether a call of plain tensors has changed none of them, and given one that is its own and needs grad.
+
+    The short way to what `_is_unchanged` and `_can_be_handed_out` find out.
+    """
+    tensors, _, versions, contents = call
+    if contents is not _PLAIN or type(result) is not Tensor or result.is_leaf or in_dual_level():
+        return False
+    memory = storage_key(result)
+    for tensor, version in zip(tensors, versions):  # noqa: B905 - to say `strict` costs as much as the rest of it
+        if tensor._version != version or storage_key(tensor) == memory:
+            return False
+    return True
+
+
+def _is_unchanged(call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    tensors, _, versions, contents = call
+    if versions_of(tensors) != versions:
+        return False
+    return contents is None or contents is _PLAIN or _are_same(contents, _contents((args, kwargs)))
 
 
 def _contents(value: Any, seen: set[int] | None = None) -> list[Any]:
@@ -307,48 +260,66 @@ def _are_same(before: list[Any], after: list[Any]) -> bool:
     return len(before) == len(after) and all(one is other for one, other in zip(before, after, strict=True))
 
 
-def hooks_inside(
-    scope: Scope,
-    used: list[int],
-    path: str,
-    tensors: list[Tensor],
-    outside: Hooks,
-    around: Hooks | None,
-    store: Store | None = None,
-) -> Hooks:
-    """Hooks that keep what autograd saves, but for the arguments `tensors` and views of them, noted in `used`."""
-    frame, watch, places = scope.frame, scope.watch, _places(tensors)
-    frame_pack, frame_unpack = outside
+def _can_be_handed_out(call: _Call, result: Any) -> bool:
+    """Not if an output shares memory with an argument that it is not, or with another output, or cannot be told to."""
+    tensors, given, _, contents = call
+    if in_dual_level() or (contents is not _PLAIN and any(map(Tensor.is_inference, tensors))):
+        return False
+    is_tensor = isinstance(result, Tensor)
+    if not is_tensor and not is_transparent(result):
+        return False
+    memories = list(map(storage_key, tensors))
+    for output in (result,) if is_tensor else _tensors_in(result):
+        if id(output) not in given:
+            memory = storage_key(output)
+            if memory in memories or _is_odd(output):
+                return False
+            memories.append(memory)
+    return True
 
-    def pack(tensor: Tensor) -> Any:
-        index = places.get(id(tensor))
-        if index is not None:
-            used.append(index)
-            return frame_pack(tensor)
-        index = _find_whole(tensor, tensors, places)
-        if index is not None:
-            used.append(index)
-            return _ViewOf(frame_pack(tensors[index]), tensor, tensors[index])
-        if watch is not None:
-            watch(tensor, "kept" if store is None else "offloaded")
-        if around is not None:
-            return Kept(tensor, hooks=around)
-        if store is not None and is_written(tensor):
-            return Kept(tensor, store=store)
-        return Kept(without_history(tensor))
 
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Slot):
-            return frame_unpack(packed)
-        if isinstance(packed, _ViewOf):
-            return packed.of(frame_unpack(packed.slot))
-        frame.differentiated |= not frame.finished
-        if packed.is_changed():
-            raise _errors.kept_saved_tensor_changed(frame.region(), path)
-        value: Tensor = packed.get()
-        return value
+def _tensors_in(result: Any) -> list[Tensor]:
+    """The tensors of a result, each once."""
+    return list({id(output): output for output in find_tensors((result,), {})[0]}.values())
 
-    return pack, unpack
+
+def _is_odd(tensor: Tensor) -> bool:
+    """Whether it cannot be made otherwise, or changes unseen.
+
+    A view that was made without grad of something that needs it; a tensor made in inference mode.
+    """
+    return (tensor._base is not None and tensor.is_leaf and tensor.requires_grad) or tensor.is_inference()
+
+
+def _keep_outputs(
+    scope: Scope, region: _KeptRegion, result: Any, given: list[int], around: Hooks | None, store: Store | None
+) -> None:
+    if isinstance(result, Tensor):
+        region.outputs = _kept_output(scope, result, given, around, store)
+        return
+    outputs = _tensors_in(result)
+    region.outputs = [_kept_output(scope, output, given, around, store) for output in outputs]
+    numbers = {id(output): number for number, output in enumerate(outputs)}
+    region.template = rebuild(result, Tensor, lambda output: _Place(numbers[id(output)]))
+
+
+def _kept_output(
+    scope: Scope, tensor: Tensor, given: list[int], around: Hooks | None, store: Store | None
+) -> Kept | int:
+    if id(tensor) in given:
+        return given.index(id(tensor))
+    needs_grad = tensor.requires_grad
+    if needs_grad and tensor.is_leaf and tensor._base is None:
+        return Kept(tensor)  # handed out as itself: gradients go there
+    if scope.watch is not None:
+        scope.watch(tensor, "kept" if store is None else "offloaded")
+    if around is not None:
+        kept = Kept(tensor.detach(), hooks=around)
+    else:
+        kept = Kept(tensor.detach()) if store is None else Kept(tensor, store=store)
+    if needs_grad:
+        kept.needs_grad = True
+    return kept
 
 
 def call_with_store(
@@ -368,136 +339,83 @@ def call_with_store(
         pop_hooks_of(pack)
 
 
-def _is_odd(tensor: Tensor) -> bool:
-    """Whether it cannot be made otherwise, or changes unseen.
-
-    A view that was made without grad of something that needs it; a tensor made in inference mode.
-    """
-    return tensor.is_inference() or (tensor._base is not None and tensor.is_leaf and tensor.requires_grad)
-
-
-def _aliases(arguments: list[Tensor], result: Any) -> bool:
-    """Whether an output shares memory with an argument that it is not, or with another output, or cannot be told to."""
-    if any(argument.is_inference() for argument in arguments):
-        return True
-    if isinstance(result, Tensor):
-        if any(result is argument for argument in arguments):
-            return False
-        return _is_odd(result) or storage_key(result) in map(storage_key, arguments)
-    if not is_transparent(result):
-        return True
-    memories = {storage_key(argument) for argument in arguments}
-    given = {id(argument) for argument in arguments}
-    seen: dict[int, int] = {}
-    for output in find_tensors((result,), {})[0]:
-        if id(output) not in given:
-            memory = storage_key(output)
-            if _is_odd(output) or memory in memories or seen.setdefault(memory, id(output)) != id(output):
-                return True
-    return False
-
-
-def _kept_result(scope: Scope, result: Any, arguments: list[Tensor], around: Hooks | None, store: Store | None) -> Any:
-    # In a list, because a result of None means something.
-    if isinstance(result, Tensor) and not any(result is argument for argument in arguments):
-        return [_kept_output(scope, result, around, store)]
-    made: dict[int, Any] = {id(argument): _Argument(index) for index, argument in enumerate(arguments)}
-
-    def keep(tensor: Tensor) -> Any:
-        if id(tensor) not in made:
-            made[id(tensor)] = _kept_output(scope, tensor, around, store)
-        return made[id(tensor)]
-
-    return [rebuild(result, Tensor, keep)]
-
-
-def _kept_output(scope: Scope, tensor: Tensor, around: Hooks | None, store: Store | None) -> _Output:
-    needs_grad = tensor.requires_grad
-    if needs_grad and tensor.is_leaf and tensor._base is None:
-        return _Output(Kept(tensor), needs_grad=False)
-    if scope.watch is not None:
-        scope.watch(tensor, "kept" if store is None else "offloaded")
-    if store is not None and around is None:
-        return _Output(Kept(tensor, store=store), needs_grad)
-    return _Output(Kept(tensor.detach(), hooks=around), needs_grad)
-
-
 # --- In the replay ---
 
 
 def replay(
     scope: Scope, place: int, mark: Mark, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    regions = scope.frame.kept_regions
-    kept = None if regions is None else regions.get(place)
-    if kept is not None and not kept.comes(scope.packed()):
-        raise _errors.other_regions(scope.frame.region(), mark.path)
-    if kept is None or kept.changes_arguments:  # None: a backward inside the region, which has not ended yet
-        if kept is not None:
-            kept.visited()
-        return _run_again(scope, find_tensors(args, kwargs)[0], function, args, kwargs)
+    frame = scope.frame
+    regions: KeptRegions | None = frame.kept_regions
+    region = None if regions is None else regions.by_place.get(place)
     tensors = find_tensors(args, kwargs)[0]
-    by_hand.packing = True
-    try:
-        for index in kept.arguments:
-            scope.pack(tensors[index])
-    finally:
-        by_hand.packing = False
-    kept.visited()  # if the replay stops, it does so above
+    if regions is None or region is None:  # a backward inside the region, which has not ended yet
+        return _run_again(scope, tensors, function, args, kwargs)
+    region.seen = _PASSED
+    if scope.packed() != region.before:
+        raise _errors.other_regions(frame.region(), region.path)
+    if region.arguments is not None:
+        pack_again(scope, tensors, region.arguments)  # the replay may stop here
+    region.seen = _VISITED
+    regions.reached[region.path] = True
     # A backward inside the function may go through the region: then its history is needed.
-    if kept.outputs is not None and not scope.frame.differentiated:
+    if region.outputs is not None and not frame.differentiated:
+        trace: OperatorTrace | None = scope.trace
+        hand_out = _hand_out if trace is None else trace.without(_hand_out)
         try:
-            result = _unseen(scope, _hand_out)(kept.outputs, tensors, mark.path)
-            if scope.recorder is not None:
-                scope.recorder.adopt(result)
+            result = hand_out(region, tensors)
         except _errors.SavedTensorChangedError:
             pass
         else:
-            scope.position = mark.after
-            if kept.after is not None:
-                kept.after.put()
-            if not graph_is_kept():
-                kept.outputs = None
+            if scope.recorder is not None:
+                scope.recorder.adopt(result)
+            scope.position = region.end
+            regions.put_random(region.random)
             return result
-    return _run_again(scope, [], function, args, kwargs)
+    return _run_again(scope, tensors if region.arguments is None else (), function, args, kwargs)
 
 
-def _hand_out(outputs: Any, tensors: list[Tensor], path: str) -> Any:
+def _hand_out(region: _KeptRegion, tensors: Sequence[Tensor]) -> Any:
     """The kept result; raises SavedTensorChangedError if a part of it was changed in place."""
-    made: dict[int, Tensor] = {}
-
-    def give(output: _Output | _Argument) -> Tensor:
-        if isinstance(output, _Argument):
-            return tensors[output.index]
-        if id(output) in made:
-            return made[id(output)]
-        kept = output.kept
-        if kept.is_changed():
+    outputs, again = region.outputs, graph_is_kept()
+    if not again:
+        region.outputs = None
+    if type(outputs) is Tensor:
+        if outputs._version != region.version:
             raise _errors.SavedTensorChangedError
-        value: Tensor = kept.get()
-        if graph_is_kept() and kept.may_be_changed_in_replay():
-            value = copy_of(value)
-        if output.needs_grad:
-            value = as_inner_result(value, tensors, _errors.served_from_memory(path))
-        elif not value.requires_grad:
-            value = value.detach()  # the caller may do to it what it likes
-        made[id(output)] = value
-        return value
+        return as_inner_result(outputs, tensors, _errors.served_from_memory(region.path))
+    if region.template is _ALONE:
+        return _output(outputs, tensors, region.path, again)
+    given = [_output(one, tensors, region.path, again) for one in outputs]
+    return rebuild(region.template, _Place, lambda place: given[place.index])
 
-    (result,) = outputs
-    return give(result) if isinstance(result, _Output) else rebuild(result, (_Output, _Argument), give)
+
+def _output(one: Kept | int, tensors: Sequence[Tensor], path: str, again: bool) -> Tensor:
+    if isinstance(one, int):
+        return tensors[one]
+    if one.is_changed():
+        raise _errors.SavedTensorChangedError
+    value: Tensor = one.get()
+    if again and one.may_be_changed_in_replay():
+        value = copy_of(value)
+    if one.needs_grad:
+        return as_inner_result(value, tensors, _errors.served_from_memory(path))
+    return value if value.requires_grad else value.detach()  # the caller may do to it what it likes
 
 
 def _run_again(
-    scope: Scope, tensors: list[Tensor], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    scope: Scope,
+    arguments: Sequence[Tensor],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Run a kept region in the replay. Its graph is of no use, and what it saves belongs to nobody but `tensors`."""
-    frame_pack, places = scope.pack, _places(tensors)
+    """Run a kept region in the replay. Its graph is of no use, and what it saves is nobody's but `arguments`."""
+    tensors = list(arguments)
+    frame_pack, given = scope.pack, list(map(id, tensors))
 
     def pack(tensor: Tensor) -> Tensor:
-        index = places.get(id(tensor))
-        if index is None:
-            index = _find_whole(tensor, tensors, places)
+        index = given.index(id(tensor)) if id(tensor) in given else find_whole(tensor, tensors, given)
         if index is not None:
             frame_pack(tensors[index])
         return tensor.detach() if tensor.requires_grad else tensor

@@ -76,18 +76,16 @@ class _Region(Generic[P, R]):
         scope = here.scope
         if scope is None or scope.policy is None:
             return self.__wrapped__(*args, **kwargs)
-        policy, outside = scope.policy, scope.path
+        outside = scope.path
         path = scope.path = f"{outside}/{self.__name__}" if outside else self.__name__
         try:
-            decision: Decision | None = None
-            if policy.table is not None:  # no function: the same path gives the same decision, and nothing is noted
-                decision = policy.decide(path, _NO_QUESTION)
-                if not policy.settled:
-                    _settle(scope, path, decision)
-                if not scope.saving and (decision is None or (type(decision) is Recompute and decision.policy is None)):
-                    return self.__wrapped__(*args, **kwargs)
-            asks = policy.table is None
-            result: R = call_part(scope, path, decision, self.__wrapped__, args, kwargs, asks=asks)
+            mark = scope.policy.known_paths.get(path, _UNKNOWN)
+            if mark is None and not scope.saving:
+                return self.__wrapped__(*args, **kwargs)
+            if type(mark) is Mark:
+                result: R = call_part(scope, mark, self.__wrapped__, args, kwargs)
+            else:
+                result = _call_named(scope, path, self.__wrapped__, args, kwargs)
             return result
         finally:
             scope.path = outside
@@ -96,48 +94,111 @@ class _Region(Generic[P, R]):
         return f"recollect.region({self.__name__!r}, {self.__wrapped__!r})"
 
 
+_UNKNOWN = object()
 _NO_QUESTION = Question((), {}, "")
+
+
+def _call_named(
+    scope: Scope, path: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call a named region whose policy has to be asked.
+
+    `Policy.known_paths` has the regions of which that is known: those to be marked in the journal, and None for those
+    that are plain calls, unless they are inside of one that is kept.
+    """
+    policy = scope.policy
+    if policy.table is None:  # a function, which is asked each time
+        place = scope.position
+        found = _checked(scope, path, scope.noted(_asked, scope, path, args, kwargs))
+        if found is None or found.decision is None:
+            return function(*args, **kwargs)
+        if scope.saving:
+            run: Callable[..., Any] = _call_inside
+        elif type(found.decision) is Recompute:
+            run = _call_recomputed
+        else:
+            run = replay if scope.replaying else keep
+        return run(scope, place, found, function, args, kwargs)
+    decision = policy.decide(path, _NO_QUESTION)
+    is_plain = decision is None or (type(decision) is Recompute and decision.policy is None)
+    mark = Mark(path, decision)
+    if not policy.settled:
+        _settle(scope, path, decision)
+    if policy.settled:  # else this call of the function is to note all its paths
+        policy.known_paths[path] = None if is_plain else mark
+    if is_plain and not scope.saving:
+        return function(*args, **kwargs)
+    return call_part(scope, mark, function, args, kwargs)
 
 
 def call_part(
     scope: Scope,
-    path: str,
-    decision: Decision | None,
+    mark: Mark,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
-    asks: bool = False,
     options: Options | None = None,
 ) -> Any:
     """Call a part of a checkpointed function: one that is kept or refined, or inside of one that is kept.
 
-    `asks` if the policy is a function, whose decision is in the journal. `options` are those of a module, which
-    stand for themselves: nothing is handed down to it.
+    `options` are those of a module, which stand for themselves: nothing is handed down to it.
     """
-    place, mark = scope.position, None
-    if asks or not scope.saving:
-        mark = scope.noted(lambda: Mark(path, _ask(scope, path, args, kwargs) if asks else decision))
-        if mark is None and scope.replaying and scope.frame.finished:
-            raise _errors.other_regions(scope.frame.region(), path)
-        if mark is not None and getattr(mark, "path", None) != path:
-            raise _errors.other_regions(scope.frame.region(), path)
-        decision = None if mark is None else mark.decision
-    if type(decision) is Recompute:
-        if scope.saving:  # what is around it is kept: it needs a frame of its own
-            if options is not None:
-                return run_region(function, args, kwargs, options)
-            inherited = scope.frame.options
-            if decision.policy is not None:
-                inherited = dataclasses.replace(inherited, policy=decision.policy)
-            return run_region(function, args, kwargs, inherited, path=path)
-        if mark is not None and (decision.policy is not None or options is not None):
-            return _call_refined(scope, place, decision.policy, function, args, kwargs)
+    place = scope.position
+    if scope.saving:
+        return _call_inside(scope, place, mark, function, args, kwargs, options)
+    found = scope.note(mark)
+    if found is not mark:
+        found = _checked(scope, mark.path, found)
+        if found is None:
+            return function(*args, **kwargs)
+    if type(found.decision) is Recompute:
+        return _call_recomputed(scope, place, found, function, args, kwargs, options)
+    return (replay if scope.replaying else keep)(scope, place, found, function, args, kwargs)
+
+
+def _checked(scope: Scope, path: str, found: Any) -> Mark | None:
+    """What the journal has for a part; None in a replay that has got further than an unfinished forward."""
+    if found is None and not (scope.replaying and scope.frame.finished):
+        return None
+    if type(found) is not Mark or found.path != path:
+        raise _errors.other_regions(scope.frame.region(), path)
+    return found
+
+
+def _call_recomputed(
+    scope: Scope,
+    place: int,
+    mark: Mark,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options | None = None,
+) -> Any:
+    policy = mark.decision.policy  # type: ignore[union-attr]
+    if policy is not None or options is not None:
+        return _call_refined(scope, place, policy, function, args, kwargs)
+    return function(*args, **kwargs)
+
+
+def _call_inside(
+    scope: Scope,
+    place: int,
+    mark: Mark,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options | None = None,
+) -> Any:
+    """Call a part inside of one that is kept: what is to be recomputed needs a frame of its own."""
+    decision = mark.decision
+    if type(decision) is not Recompute:
         return function(*args, **kwargs)
-    if mark is None or scope.saving or decision is None:
-        return function(*args, **kwargs)
-    run = replay if scope.replaying else keep
-    return run(scope, place, mark, function, args, kwargs)
+    if options is not None:
+        return run_region(function, args, kwargs, options)
+    inherited = scope.frame.options
+    if decision.policy is not None:
+        inherited = dataclasses.replace(inherited, policy=decision.policy)
+    return run_region(function, args, kwargs, inherited, path=mark.path)
 
 
 def _call_refined(
@@ -177,11 +238,11 @@ def _call_refined(
             one.paused = False
 
 
-def _ask(scope: Scope, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision | None:
+def _asked(scope: Scope, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mark:
     decision = ask(scope, scope.policy, path, args, kwargs)
     if not scope.policy.settled:
         _settle(scope, path, decision)
-    return decision
+    return Mark(path, decision)
 
 
 def _settle(scope: Scope, path: str, decision: Decision | None) -> None:

@@ -2,8 +2,8 @@
 
 Both run in the forward only. The result stands in the journal (scope.py), which the outermost region owns, so every
 later run of the same code is handed it: the region's own replay, and that of a region around it, which runs this
-forward again. Autograd's side of it is that of a kept region (kept_region.py): what is saved inside is kept, but for
-the arguments, which a replay packs again; tensors that need grad are handed out as results that do.
+forward again. Autograd's side of it is that of a kept region (inside.py): what is saved inside is kept, but for the
+arguments, which a replay packs again; tensors that need grad are handed out as results that do.
 
 A result is copied when it is kept and again when it is handed out, so nobody can change it: it is meant for things as
 small as decisions are.
@@ -22,9 +22,9 @@ from torch.compiler import is_dynamo_compiling
 
 from recollect import _compile, _errors
 from recollect._ambient import RandomState
-from recollect._engine.kept_region import call_within, hooks_inside
+from recollect._engine.inside import NO_PART, Inside, call_within, hooks_of, pack_again
 from recollect._engine.scope import Scope, here
-from recollect._inputs import by_hand, copy_of, find_tensors, rebuild
+from recollect._inputs import copy_of, find_tensors, rebuild
 from recollect._torch import as_inner_result, is_view_without_grad, never_begin_in, top_hooks, view_without_grad
 
 P = ParamSpec("P")
@@ -194,7 +194,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             raise _errors.not_in_reentrant(_errors.describe_function(function))
         return function(*args, **kwargs)
     code = getattr(function, "__code__", None) or getattr(function, "__name__", type(function))
-    entry = scope.noted(lambda: _Entry(code))
+    entry = scope.noted(_Entry, code)
     if entry is None:  # a replay within an unfinished forward, which has not come here yet
         return function(*args, **kwargs)
     if not isinstance(entry, _Entry) or entry.code != code:
@@ -208,23 +208,23 @@ def _run(
     scope: Scope, entry: _Entry, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     tensors = find_tensors(args, kwargs)[0]
-    given = list(tensors)
-    outside, hooks = top_hooks(), None
+    outside, hooks, inside = top_hooks(), None, Inside()
     # Within a kept region nothing becomes a slot, but what it keeps goes to the hooks around: not what happens once.
     # Else, if the hooks are not the region's, the function has pushed some of its own: they decide.
     if outside is not None and (outside[0] is scope.pack or scope.saving):
         name = _errors.describe_function(function)
         slots = tensors if outside[0] is scope.pack else []
-        hooks = hooks_inside(scope, entry.arguments, name, slots, outside, None)
+        inside.part = name, slots, list(map(id, slots)), entry.arguments, None
+        hooks = hooks_of(inside, scope, outside, None)
     try:
         result = call_within(scope, hooks, function, args, kwargs, is_pinned=True)
     except Exception as error:
         entry.error = _twin(error)
         raise
     finally:
-        tensors.clear()  # the hooks, which have it, live as long as the graph
+        inside.part = NO_PART
         entry.after = scope.position
-    made: dict[int, Any] = {id(argument): _Argument(index) for index, argument in enumerate(given)}
+    made: dict[int, Any] = {id(argument): _Argument(index) for index, argument in enumerate(tensors)}
 
     def keep(tensor: Tensor) -> Any:
         if id(tensor) not in made:
@@ -249,12 +249,7 @@ def _hand_out(
     scope: Scope, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any]
 ) -> Any:
     tensors = find_tensors(args, kwargs)[0]
-    by_hand.packing = True
-    try:
-        for index in entry.arguments:
-            scope.pack(tensors[index])
-    finally:
-        by_hand.packing = False
+    pack_again(scope, tensors, entry.arguments)
     scope.position = entry.after
     if entry.error is not None:
         raise _twin(entry.error)

@@ -231,12 +231,12 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             pairs = enumerate(zip(signatures, found, strict=False))
             mismatches = [(i, then, now) for i, (then, now) in pairs if now is not None and now != then]
     replay.stopped = state == _COMPLETE
-    if finished and (frame.kept_outputs or frame.kept_regions) and not graph_is_kept():
+    if finished and not (frame.kept_outputs is None is frame.kept_regions) and not graph_is_kept():
         let_go(frame)
     if frame.kept_regions is not None:
-        for region in frame.kept_regions.values():
-            if not region.replay_ended(len(tensors)) and finished:
-                raise _errors.other_regions(frame.region(), region.path)
+        missed = frame.kept_regions.replay_ended(len(tensors))
+        if missed is not None and finished:
+            raise _errors.other_regions(frame.region(), missed)
     ended = state == _RUNNING  # by itself, before the last slot or because early stop is off
     fewer = ended and (count <= last or (finished and count < known))
     more = ended and finished and count > known
@@ -313,7 +313,7 @@ def _grad_mode_off() -> None:
 def _call(scope: Scope, arguments: Arguments, reading: Reading | None) -> None:
     frame = scope.frame
     args, kwargs = arguments
-    if all(one is None for one in (frame.replay_context, scope.trace, frame.options.policy, scope.recorder, reading)):
+    if all(one is None for one in (frame.replay_context, scope.trace, frame.kept_outputs, scope.recorder, reading)):
         frame.function(*args, **kwargs)
         return
     with _contexts(scope, reading):

@@ -35,6 +35,7 @@ class Scope:
         "frame",
         "has_policy",
         "is_bare",
+        "keeper",
         "modes",
         "names",
         "opened",
@@ -78,23 +79,28 @@ class Scope:
         self.watch: Watch | None = watch if around is None or watch is not None else around.watch
         self.trace: Any = None  # of operators, for `debug`
         self.recorder: Any = None  # of operators and values, where this run is to be compared
+        self.keeper: Any = None  # of named regions, in a forward that has come to one: see kept_region.py
         self.modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here
         self.unpack: Callable[[Any], Tensor]  # its other half, in a forward
         self.is_bare: bool  # whether the engine itself has no context to enter around a forward
         self.opened: Opened | None = None  # where a module's hooks began it, and no function of ours is around it
 
-    def noted(self, make: Callable[[], T]) -> T | None:
+    def noted(self, make: Callable[..., T], *args: Any) -> T | None:
         """The next entry of the journal: what `make` gives in a forward, what it gave then within a replay.
 
         None within a replay that has got further than the forward, which is then unfinished or took another path.
         """
+        entry: T | None = self.note(None if self.following else make(*args))
+        return entry
+
+    def note(self, entry: Any) -> Any:
+        """The same for an entry that is there already."""
         position = self.position
         self.position = position + 1
-        if not self.following:
-            entry = make()
-            self.frame.journal.append(entry)
-            return entry
         journal = self.frame.journal
+        if not self.following:
+            journal.append(entry)
+            return entry
         end = self.frame.end if self.replaying and self.frame.finished else len(journal)
         return journal[position] if position < end else None
 

@@ -148,7 +148,7 @@ def keep_results(
         for one in kepts_in(kept):
             one.copies_on_write = True
     if scope is not None:
-        first = next(kepts_in(kept), None)
+        first = first_in(kept)
         if first is not None:
             first.packed = scope.packed()
             everything = scope.frame.options.preserve_rng_state == "all"  # a generator of the user's too
@@ -181,6 +181,11 @@ def kepts_in(kept: Any) -> Iterator[Kept]:
     elif isinstance(kept, (list, tuple)):
         for part in kept:
             yield from kepts_in(part)
+
+
+def first_in(kept: Any) -> Kept | None:
+    """The one that stands for a call; a call without results has none."""
+    return kept if type(kept) is Kept else next(kepts_in(kept), None)
 
 
 Fetched = dict[Kept, Any]
@@ -382,7 +387,7 @@ class Serving(OperatorMode):
         kept = calls[index]
         if kept is None or kept is _GONE:
             return func(*args, **kwargs)
-        first = next(kepts_in(kept), None)
+        first = first_in(kept)
         if first is not None and first.copies_on_write and any(one.is_changed() for one in kepts_in(kept)):
             return func(*args, **kwargs)
         if self._finished and first is not None and first.packed != self._packed():
@@ -415,6 +420,11 @@ def ask(
 WHOLE = -1  # the place of the function as a whole; parts of it with a policy of their own have one in the journal
 
 
+def takes_a_mode(policy: Policy | None) -> bool:
+    """Whether something is to be done for a policy around its function; named regions ask it by themselves."""
+    return policy is not None and not (policy.settled and policy.table is not None and not policy.table)
+
+
 def forward_mode(policy: Policy, scope: Scope, place: int = WHOLE) -> Keeping | None:
     """The mode that a region's forward needs, None if its policy decides no operators."""
     table = policy.table
@@ -423,7 +433,7 @@ def forward_mode(policy: Policy, scope: Scope, place: int = WHOLE) -> Keeping | 
     frame = scope.frame
     decisions: dict[Any, list[Any]] | None = None
     if table is None:
-        decisions = scope.noted(lambda: defaultdict(list))
+        decisions = scope.noted(defaultdict, list)
     if frame.kept_outputs is None:
         frame.kept_outputs = {}
     kept = frame.kept_outputs[place] = defaultdict(list)
@@ -452,8 +462,8 @@ def let_go(frame: Frame) -> None:
     for kept in (frame.kept_outputs or {}).values():
         for calls in kept.values():
             calls[:] = [None if call is None else _GONE for call in calls]
-    for region in (frame.kept_regions or {}).values():
-        region.outputs = None
+    if frame.kept_regions is not None:
+        frame.kept_regions.let_go()
 
 
 def tell_if_useless(policy: Policy, scope: Scope, operators: Iterable[Any]) -> None:
