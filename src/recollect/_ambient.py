@@ -48,9 +48,9 @@ from recollect._generators import get_cpu_state as get_cpu_state
 from recollect._generators import set_cpu_state as set_cpu_state
 from recollect._inputs import Arguments, find_tensors
 from recollect._torch import (
+    PLAIN_TYPES,
     TORCH_FUNCTION_ENABLED,
     accelerator_module,
-    are_plain,
     default_device,
     function_mode_count,
     is_initialised,
@@ -81,9 +81,9 @@ def capture(
 ) -> list[Part]:
     """The state around a region that is about to run on `tensors`, which are those of `arguments`."""
     devices = _devices_of(tensors)
-    types = _types_of(devices)
-    module = accelerator_module(types[0])
+    types = _types_of(devices) if devices else (DefaultDeviceType.get_device_type(),)
     parts: list[Part] = [Modes(types[0])]
+    module = None if types == _CPU else accelerator_module(types[0])
     if module is not None and is_initialised(module) and torch.accelerator.is_available():
         parts.append(Place(torch.accelerator.current_stream()))
     if preserve_rng_state:
@@ -93,6 +93,9 @@ def capture(
         if devices or module is not None:
             parts += _preserve_accelerators(types, devices)
     return parts
+
+
+_CPU = ("cpu",)
 
 
 def restore(parts: Sequence[Part], undo: list[Undo]) -> None:
@@ -189,12 +192,13 @@ class Modes:
     __slots__ = ("_parts", "_seen", "_types")
 
     def __init__(self, device_type: str) -> None:
-        self._types = types = _autocast_types(device_type)
+        self._types = types = _CPU if device_type == "cpu" else _autocast_types(device_type)
         self._seen = seen = _look(types)
-        self._parts: list[Part] | None = None if _is_usual(seen) else self._taken_apart()
+        self._parts: list[Part] | None = None if seen[0] and not seen[1] else self._taken_apart()
 
     def _taken_apart(self) -> list[Part]:
-        usual = _is_usual(self._seen)
+        # Torch functions are asked, and there is no mode that could be a default device.
+        usual = self._seen[0] and not self._seen[1]
         return [
             TorchFunctions(TORCH_FUNCTION_ENABLED if usual else torch_function_state()),
             DefaultDtype(self._seen[2]),
@@ -223,11 +227,6 @@ def _look(types: tuple[str, ...]) -> tuple[Any, ...]:
     if len(types) > 1:
         return (*seen, is_autocast_enabled(types[1]), get_autocast_dtype(types[1]))
     return seen
-
-
-def _is_usual(seen: tuple[Any, ...]) -> bool:
-    """Torch functions are asked, and there is no mode that could be a default device."""
-    return seen[0] and not seen[1]
 
 
 class Autocast:
@@ -350,7 +349,7 @@ class Place:
 
 def _devices_of(tensors: Sequence[Tensor]) -> list[torch.device]:
     """Where the tensors are that are not on the CPU."""
-    if are_plain(tensors):
+    if PLAIN_TYPES.issuperset(map(type, tensors)):
         return [tensor.device for tensor in tensors if not tensor.is_cpu]
     with without_torch_function():
         return [tensor.device for tensor in tensors if not tensor.is_cpu]

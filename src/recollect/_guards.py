@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -167,55 +168,48 @@ def lasting(record: Recorder, modules: Sequence[torch.nn.Module]) -> list[tuple[
 class Leaves:
     """The leaves that a region saved, themselves or as a view, and what else it is known to read from outside."""
 
-    __slots__ = (
-        "_arguments",
-        "_at_home",
-        "_known",
-        "_others",
-        "_versions",
-        "_versions_of_others",
-        "by_slot",
-        "watched",
-    )
+    # Defaults on the class: many functions have no weights, and every region has one of these.
+    watched: Sequence[Tensor] = ()  # must not change
+    _versions: Sequence[int] = ()
+    _at_home: Sequence[Tensor | None] = ()  # the parameters that the function reads, where its modules have them
+    _others: Sequence[weakref.ref[Tensor]] = ()
+    _versions_of_others: Sequence[int] = ()
 
     def __init__(self, arguments: Sequence[Tensor], known: Known) -> None:
         # Arguments have a guard of their own, and may come back through hooks as other tensors.
         self._arguments = arguments
         self._known = known
-        self.by_slot: dict[int, Tensor] = {}
-        self.watched: list[Tensor] = []  # must not change
-        self._versions: list[int] = []
-        self._at_home: list[Tensor | None] = []  # the parameters that the function reads, where its modules have them
-        self._others: list[weakref.ref[Tensor]] = []
-        self._versions_of_others: list[int] = []
+        self.by_slot: dict[int, Tensor] = {}  # those of the arguments among them, until the forward has ended
 
-    def saved(self, index: int, tensor: Tensor) -> None:
-        """Take note of a saved tensor that may be a leaf or a view of one."""
+    def saved(self, slot: int, tensor: Tensor) -> None:
+        """Take note of a saved tensor, if it is a leaf or a view of one."""
         with without_torch_function():
             # A view made without grad is a leaf, with a history: its base counts.
             leaf = tensor if tensor._base is None else tensor._base
-            if leaf.is_leaf and leaf.requires_grad and not self._is_argument(leaf):
-                self.by_slot[index] = leaf
-
-    def _is_argument(self, leaf: Tensor) -> bool:
-        with without_torch_function():
-            return any(one is leaf or one._base is leaf for one in self._arguments)
+            if leaf.is_leaf and leaf.requires_grad:
+                self.by_slot[slot] = leaf
 
     def forward_ended(self, record: Recorder | None) -> None:
         """The versions that count are those after the forward: what it changes itself is its own affair."""
+        arguments = {id(one) for one in self._arguments} | {id(one._base) for one in self._arguments}
+        by_slot = self.by_slot
+        if not arguments.isdisjoint(map(id, by_slot.values())):
+            for slot in [slot for slot, leaf in by_slot.items() if id(leaf) in arguments]:
+                del by_slot[slot]
         read: list[Tensor | None] = []
         if record is not None:
             read = [one.tensor() for one in record.reads.values() if one.memory not in record.changed]
-            self.by_slot = {slot: leaf for slot, leaf in self.by_slot.items() if not record.made(leaf)}
+            for slot in [slot for slot, leaf in by_slot.items() if record.made(leaf)]:
+                del by_slot[slot]
         elif self._known.reads:
             read = [reference() for reference in self._known.reads]
-            homes = [(module(), name) for module, name in self._known.homes]
-            self._at_home = [None if module is None else parameter_of(module, name) for module, name in homes]
-        changed = () if record is None else record.changed
-        leaves = {id(leaf): leaf for leaf in self.by_slot.values() if storage_key(leaf) not in changed}
+            self._at_home = self._known.at_home()
+        leaves = {id(leaf): leaf for leaf in by_slot.values()}
+        if record is not None and record.changed:
+            leaves = {key: leaf for key, leaf in leaves.items() if storage_key(leaf) not in record.changed}
         others = {}
         for tensor in read:
-            if tensor is None or self._is_argument(tensor):
+            if tensor is None or id(tensor) in leaves or id(tensor) in arguments:
                 continue
             if tensor.is_leaf and tensor.requires_grad:
                 leaves[id(tensor)] = tensor
@@ -223,10 +217,11 @@ class Leaves:
                 others[id(tensor)] = tensor
         self.forget_arguments()
         self.watched = list(leaves.values())
-        # A graph holds its leaves, and nothing else that a function has read: neither may this.
-        self._others = [weakref.ref(tensor) for tensor in others.values()]
-        self._versions_of_others = versions_of(list(others.values()))
         self.note_versions()
+        if others:
+            # A graph holds its leaves, and nothing else that a function has read: neither may this.
+            self._others = [weakref.ref(tensor) for tensor in others.values()]
+            self._versions_of_others = versions_of(list(others.values()))
 
     def forget_arguments(self) -> None:
         """They are not this guard's to keep."""
@@ -241,20 +236,24 @@ class Leaves:
         if self.watched:
             self._versions = versions_of(self.watched)
 
+    def are_as_they_were(self) -> bool:
+        """Whether everything that is watched is in its place and unchanged."""
+        if self.watched and versions_of(self.watched) != self._versions:
+            return False
+        if self._others and self.changed(others=True):
+            return False
+        return not self._at_home or all(map(is_, self._at_home, self._known.at_home()))
+
     def find_change(self) -> Tensor | None:
         """The first saved leaf that was changed in place since."""
-        if not self.watched or versions_of(self.watched) == self._versions:
-            return None
         saved = {id(leaf) for leaf in self.by_slot.values()}
         pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
         return next((leaf for leaf, now, then in pairs if now != then and id(leaf) in saved), None)
 
     def changed(self, *, others: bool) -> set[int]:
         """The identities of what else was changed in place since: read and not saved, `others` than leaves too."""
-        found = set()
-        if self.watched and versions_of(self.watched) != self._versions:
-            pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
-            found |= {id(leaf) for leaf, now, then in pairs if now != then}
+        pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
+        found = {id(leaf) for leaf, now, then in pairs if now != then}
         for reference, then in zip(self._others, self._versions_of_others, strict=True) if others else ():
             tensor = reference()
             if tensor is not None and versions_of((tensor,)) != [then]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from recollect import _errors
-from recollect._torch import Hooks, PlaceInGraph, are_plain, is_same_memory, version_of, without_torch_function
+from recollect._torch import PLAIN_TYPES, Hooks, PlaceInGraph, is_same_memory, version_of, without_torch_function
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -157,12 +157,12 @@ def _rebuild_dataclass(value: Any, leaf: Any, replace: Callable[[Any], Any], mad
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was changed in place; a tensor made in inference mode does not count."""
-    if not are_plain(tensors):
-        with without_torch_function():
-            return list(map(version_of, tensors))
-    try:
-        return list(map(_counted_version, tensors))
-    except RuntimeError:
+    if PLAIN_TYPES.issuperset(map(type, tensors)):
+        try:
+            return list(map(_counted_version, tensors))
+        except RuntimeError:
+            pass
+    with without_torch_function():
         return list(map(version_of, tensors))
 
 

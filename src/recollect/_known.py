@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from recollect._inputs import Arguments
-from recollect._torch import in_functional_call, own_tensors, storage_key
+from recollect._torch import in_functional_call, parameter_identities, parameter_of, storage_key
 
 Key = tuple[Any, ...]
 _FEW = 100
@@ -68,12 +68,17 @@ class Known:
         """The modules whose mode counts: those that belong to the function, or those that it was seen to call."""
         return [module for reference in self._tree if (module := reference()) is not None]
 
+    def at_home(self) -> list[Tensor | None]:
+        """The parameters that its modules have now where they had those that it is known to read."""
+        homes = [(module(), name) for module, name in self.homes]
+        return [None if module is None else parameter_of(module, name) for module, name in homes]
+
     def is_swapped(self, modules: list[Module], *, putting: bool) -> bool:
         """Whether a module has other parameters than its own now, by `functional_call` or, `putting`, by a replay.
 
         That is looked up only if they are others than in the call before: it takes a while.
         """
-        identities = [id(one) for module in modules for one in own_tensors(module)[0].values()]
+        identities = parameter_identities(modules)
         if identities != self._identities or self._is_large:
             self._identities = identities
             self._is_swapped = putting or in_functional_call()
@@ -163,7 +168,8 @@ def _code_of(function: Any, owners: list[Any]) -> Any:
     """What stands for the code of a function; the modules and the object that it belongs to are added to `owners`."""
     kind = type(function)
     if kind is FunctionType:
-        _find_in_function(function, owners, _DEPTH)
+        if function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+            _find_in_function(function, owners, _DEPTH)
         return function.__code__
     if kind is MethodType:
         owner = function.__self__
@@ -171,6 +177,9 @@ def _code_of(function: Any, owners: list[Any]) -> Any:
         if not isinstance(owner, Module):
             _find_modules(owner, owners, _DEPTH)
         return getattr(function.__func__, "__code__", function.__func__)
+    if isinstance(function, Module):
+        owners.append(function)
+        return kind
     if isinstance(function, functools.partial):
         for value in (*function.args, *function.keywords.values()):
             _find_modules(value, owners, _DEPTH)
@@ -178,11 +187,10 @@ def _code_of(function: Any, owners: list[Any]) -> Any:
     if isinstance(function, type) or kind in _OF_C:
         return function
     wrapped = getattr(function, "__wrapped__", None)
-    if not isinstance(function, Module) and callable(wrapped):
+    if callable(wrapped):
         return _code_of(wrapped, owners)
-    owners.append(function)  # a module, or another object that can be called
-    if not isinstance(function, Module):
-        _find_modules(function, owners, _DEPTH)
+    owners.append(function)  # another object that can be called
+    _find_modules(function, owners, _DEPTH)
     return kind
 
 

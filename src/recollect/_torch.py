@@ -64,12 +64,13 @@ set_torch_function_state: Callable[[Any], None] = torch._C._set_torch_function_s
 # Hides a tensor subclass's __torch_function__.
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
-_PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+# Of tensors whose attributes can be read without a `__torch_function__` being asked.
+PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether none is of a subclass, whose `__torch_function__` would be asked even when an attribute is read."""
-    return _PLAIN_TYPES.issuperset(map(type, tensors))
+    return PLAIN_TYPES.issuperset(map(type, tensors))
 
 
 # Have the running backward call something at its end; a backward that fails drops it without a call.
@@ -218,7 +219,7 @@ class PlaceInGraph:
         self._values.append(values)
         tensor: torch.Tensor = self._unpack()
         kind = type(values)
-        if kind not in _PLAIN_TYPES and type(tensor) is torch.Tensor:
+        if kind not in PLAIN_TYPES and type(tensor) is torch.Tensor:
             # Autograd gives back a plain tensor: its class would be lost, and with it what its operators do.
             tensor.__class__ = kind
             vars(tensor).update(vars(values))
@@ -301,6 +302,11 @@ def in_functional_call() -> bool:
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The parameters and the buffers of a module itself, to look at and to put others in their places."""
     return module._parameters, module._buffers
+
+
+def parameter_identities(modules: Iterable[torch.nn.Module]) -> list[int]:
+    """The identities of the parameters that some modules have themselves."""
+    return [id(one) for module in modules for one in module._parameters.values()]
 
 
 def parameter_of(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
@@ -779,7 +785,7 @@ class out_of_sight:  # noqa: N801 - it is used as a function is
 def keeps_its_own_memory(kind: type) -> bool:
     """Whether tensors of a class have their values in memory of their own, rather than in other tensors."""
     # A parameter of a subclass is of that subclass.
-    return kind in _PLAIN_TYPES or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return kind in PLAIN_TYPES or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:

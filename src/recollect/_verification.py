@@ -30,19 +30,10 @@ from recollect._torch import can_be_recorded, level_of_user_code, without_any_to
 class Verification:
     """The guards of one frame, and its record."""
 
-    __slots__ = (
-        "_check",
-        "_drawn",
-        "_function",
-        "_is_swapped",
-        "_known",
-        "_preserved",
-        "_probe",
-        "_state",
-        "_steps",
-        "leaves",
-        "record",
-    )
+    # Defaults on the class: of most functions there is nothing of it to keep.
+    _drawn: Sequence[str] = ()
+    _is_swapped = False
+    _restores_buffers = False
 
     def __init__(
         self,
@@ -60,34 +51,37 @@ class Verification:
         self._preserved = preserved
         self._probe = probe
         self._steps = Steps.count
-        self._drawn: list[str] = []
         self.leaves = Leaves(tensors, known)
         self.record = record
+        self.state: list[Part] = []  # what is to be put back for a replay
         modules = known.modules()
-        self._state: list[Part] = [Training(modules)] if modules else []
-        self._is_swapped = bool(modules) and known.is_swapped(modules, putting=swapping.replays > 0)
-        if self._is_swapped:
-            self._state.append(Swapped(modules))
+        if modules:
+            self.state.append(Training(modules))
+            self._is_swapped = known.is_swapped(modules, putting=swapping.replays > 0)
+            if self._is_swapped:
+                self.state.append(Swapped(modules))
         if known.writes and (record is None or not record.results):
-            buffers = Buffers.of(known)
-            if buffers is not None:
-                self._state.append(buffers)
+            self._put_back(Buffers.of(known))
+
+    def _put_back(self, buffers: Buffers | None) -> None:
+        if buffers is not None:
+            self.state.append(buffers)
+            self._restores_buffers = True
 
     def forward_ended(self) -> None:
         """Take note of what the forward has shown."""
-        if self._probe is not None:
-            with without_any_torch_function():
-                self._look_at_generators(self._probe)
-            self._probe = None
         record = self.record
-        if record is not None and record.results:
-            with without_any_torch_function():
-                self._learn(record)
-        elif self.leaves.by_slot or self._known.reads:
-            with without_any_torch_function():
-                self.leaves.forward_ended(None)
-        else:
+        if record is None and self._probe is None and not self.leaves.by_slot and not self._known.reads:
             self.leaves.forget_arguments()
+            return
+        with without_any_torch_function():
+            if self._probe is not None:
+                self._look_at_generators(self._probe)
+                self._probe = None
+            if record is not None and record.results:
+                self._learn(record)
+            else:
+                self.leaves.forward_ended(None)
         if record is not None:
             record.ended()
 
@@ -100,9 +94,7 @@ class Verification:
             lasting(record, known.roots()),
             [module for reference, _ in record.training.values() if (module := reference()) is not None],
         )
-        buffers = Buffers.recorded(record)
-        if buffers is not None:
-            self._state.append(buffers)
+        self._put_back(Buffers.recorded(record))
 
     def _look_at_generators(self, probe: Probe) -> None:
         moved = probe.moved()
@@ -112,6 +104,16 @@ class Verification:
         self._drawn = moved
 
     # --- In a replay ---
+
+    def nothing_happened(self) -> bool:
+        """Whether a replay has nothing to look at, before it and after: so it is nearly always."""
+        return (
+            self.record is None
+            and not self._drawn
+            and not self._restores_buffers
+            and Steps.count == self._steps
+            and self.leaves.are_as_they_were()
+        )
 
     def check(self, region: Callable[[], str]) -> None:
         """Raise if a weight that the forward saved was changed or replaced since."""
@@ -140,15 +142,9 @@ class Verification:
             stacklevel=level_of_user_code(),
         )
 
-    def state(self) -> Sequence[Part]:
-        """What is to be put back for a replay."""
-        return self._state
-
     def memory_put_back(self) -> set[int]:
         """The memory of the buffers that are changed again when a replay has ended."""
-        buffers = [part for part in self._state if isinstance(part, Buffers)]
-        if not buffers:
-            return _NO_MEMORY
+        buffers = [part for part in self.state if isinstance(part, Buffers)]
         with without_any_torch_function():
             return {key for part in buffers for key in part.memory()}
 
@@ -210,7 +206,6 @@ class Verification:
         )
 
 
-_NO_MEMORY: set[int] = set()
 # How often it is looked whether a function draws random numbers that are not preserved: that takes a while.
 _LOOKS = 3
 
