@@ -25,7 +25,15 @@ from recollect._digest import copies, overwrite
 from recollect._inputs import versions_of
 from recollect._known import Known
 from recollect._record import Recorder
-from recollect._torch import OperatorMode, own_tensors, parameter_of, put_versions, storage_key, without_torch_function
+from recollect._torch import (
+    PLAIN_TYPES,
+    OperatorMode,
+    own_tensors,
+    parameter_of,
+    put_versions,
+    storage_key,
+    without_torch_function,
+)
 
 Undo = Any
 
@@ -165,33 +173,40 @@ def lasting(record: Recorder, modules: Sequence[torch.nn.Module]) -> list[tuple[
 # --- Weights ---
 
 
+def leaf_of(tensor: Tensor) -> Tensor | None:
+    """The leaf that needs grad and that a tensor is, or is a view of."""
+    if type(tensor) not in PLAIN_TYPES or (tensor._base is not None and type(tensor._base) not in PLAIN_TYPES):
+        with without_torch_function():
+            return _plain_leaf_of(tensor)
+    return _plain_leaf_of(tensor)
+
+
+def _plain_leaf_of(tensor: Tensor) -> Tensor | None:
+    # A view made without grad is a leaf, with a history: its base counts.
+    leaf = tensor if tensor._base is None else tensor._base
+    return leaf if leaf.is_leaf and leaf.requires_grad else None
+
+
 class Leaves:
     """The leaves that a region saved, themselves or as a view, and what else it is known to read from outside."""
 
-    # Defaults on the class: many functions have no weights, and every region has one of these.
+    # Defaults on the class: most of it is there only where a forward was recorded.
     watched: Sequence[Tensor] = ()  # must not change
     _versions: Sequence[int] = ()
     _at_home: Sequence[Tensor | None] = ()  # the parameters that the function reads, where its modules have them
     _others: Sequence[weakref.ref[Tensor]] = ()
     _versions_of_others: Sequence[int] = ()
 
-    def __init__(self, arguments: Sequence[Tensor], known: Known) -> None:
-        # Arguments have a guard of their own, and may come back through hooks as other tensors.
-        self._arguments = arguments
+    def __init__(self, known: Known) -> None:
         self._known = known
-        self.by_slot: dict[int, Tensor] = {}  # those of the arguments among them, until the forward has ended
+        self.by_slot: dict[int, Tensor] = {}  # with those that are arguments, until the forward has ended
 
-    def saved(self, slot: int, tensor: Tensor) -> None:
-        """Take note of a saved tensor, if it is a leaf or a view of one."""
-        with without_torch_function():
-            # A view made without grad is a leaf, with a history: its base counts.
-            leaf = tensor if tensor._base is None else tensor._base
-            if leaf.is_leaf and leaf.requires_grad:
-                self.by_slot[slot] = leaf
+    def forward_ended(self, tensors: Sequence[Tensor], record: Recorder | None) -> None:
+        """The versions that count are those after the forward: what it changes itself is its own affair.
 
-    def forward_ended(self, record: Recorder | None) -> None:
-        """The versions that count are those after the forward: what it changes itself is its own affair."""
-        arguments = {id(one) for one in self._arguments} | {id(one._base) for one in self._arguments}
+        The `tensors` of the arguments have a guard of their own.
+        """
+        arguments = {id(one) for one in tensors} | {id(one._base) for one in tensors}
         by_slot = self.by_slot
         if not arguments.isdisjoint(map(id, by_slot.values())):
             for slot in [slot for slot, leaf in by_slot.items() if id(leaf) in arguments]:
@@ -215,17 +230,12 @@ class Leaves:
                 leaves[id(tensor)] = tensor
             elif not tensor.requires_grad:
                 others[id(tensor)] = tensor
-        self.forget_arguments()
         self.watched = list(leaves.values())
         self.note_versions()
         if others:
             # A graph holds its leaves, and nothing else that a function has read: neither may this.
             self._others = [weakref.ref(tensor) for tensor in others.values()]
             self._versions_of_others = versions_of(list(others.values()))
-
-    def forget_arguments(self) -> None:
-        """They are not this guard's to keep."""
-        self._arguments = ()
 
     def read(self) -> list[Tensor]:
         """All that is watched."""

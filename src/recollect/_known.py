@@ -34,11 +34,11 @@ class Known:
         "_is_swapped",
         "_references",
         "_roots",
-        "_tree",
         "homes",
         "is_recorded",
         "looked",
         "reads",
+        "tree",
         "verified",
         "warned",
         "writes",
@@ -50,7 +50,7 @@ class Known:
         tree = {id(one): one for module in modules for one in module.modules()}
         # A method of a whole model says little about what one of its layers calls: then what is called is learnt.
         self._is_large = len(tree) > _FEW
-        self._tree = [weakref.ref(one) for one in (modules if self._is_large else tree.values())]
+        self.tree = [weakref.ref(one) for one in (modules if self._is_large else tree.values())]
         self.verified = False  # whether a replay was compared by value and found equal
         self.looked = 0  # how often it was looked whether it draws random numbers which are not preserved
         self.warned = False  # that it draws random numbers which are not preserved
@@ -66,7 +66,7 @@ class Known:
 
     def modules(self) -> list[Module]:
         """The modules whose mode counts: those that belong to the function, or those that it was seen to call."""
-        return [module for reference in self._tree if (module := reference()) is not None]
+        return [module for reference in self.tree if (module := reference()) is not None]
 
     def at_home(self) -> list[Tensor | None]:
         """The parameters that its modules have now where they had those that it is known to read."""
@@ -96,7 +96,7 @@ class Known:
     def learn(self, reads: list[Tensor], writes: list[tuple[Tensor, bool]], called: list[Module]) -> None:
         """Take over what a recorded forward has shown."""
         before = {id(one) for one in self.modules()}
-        self._tree += [weakref.ref(module) for module in called if id(module) not in before]
+        self.tree += [weakref.ref(module) for module in called if id(module) not in before]
         if self.is_recorded:
             common = {id(tensor) for tensor in reads}
             self.reads = [one for one in self.reads if id(one()) in common]
@@ -147,12 +147,16 @@ def known_of(function: Callable[..., Any], arguments: Arguments, name: str | Non
     owners: list[Any] = []
     code = _code_of(function, owners)
     args, kwargs = arguments
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if type(value) is not Tensor:
+    if kwargs or not _plain.issuperset(map(type, args)):
+        for value in (*args, *kwargs.values()):
             _find_modules(value, owners, _DEPTH)
-    # In training it may do other things than in evaluation.
-    training = owners[0].training if owners and isinstance(owners[0], Module) else None
-    key = (id(code), name, training, *map(id, owners))
+    key: Key
+    if owners:
+        # In training it may do other things than in evaluation.
+        training = owners[0].training if isinstance(owners[0], Module) else None
+        key = (id(code), name, training, *map(id, owners))
+    else:
+        key = (id(code), name)
     known = _everything.get(key)
     return _make(key, code, owners) if known is None else known
 

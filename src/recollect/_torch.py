@@ -396,13 +396,14 @@ def run_cut_short_hooks(traceback: TracebackType | None) -> None:
     """
     calls = []
     while traceback is not None:
-        if traceback.tb_frame.f_code is _CALL_IMPL:
-            calls.append(traceback.tb_frame)
+        if traceback.tb_frame.f_code is _CALL_IMPL and traceback.tb_lasti not in _WITHOUT_HOOKS:
+            calls.append((traceback.tb_frame, traceback.tb_lasti))
         traceback = traceback.tb_next
-    for frame in reversed(calls):
+    for frame, place in reversed(calls):
         values = frame.f_locals
         done = values.get("called_always_called_hooks")
-        if done is None:  # a module without hooks
+        if done is None:
+            _WITHOUT_HOOKS.add(place)
             continue
         module, args, kwargs, result = values["self"], values["args"], values["kwargs"], values.get("result")
         hooks = [
@@ -425,6 +426,10 @@ def run_cut_short_hooks(traceback: TracebackType | None) -> None:
                 )
             else:
                 result = result if changed is None else changed
+
+
+# Places in `Module._call_impl` where modules without hooks are called: the locals of a frame there need not be read.
+_WITHOUT_HOOKS: set[int] = set()
 
 
 # --- Where user code is ---

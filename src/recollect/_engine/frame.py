@@ -33,25 +33,25 @@ import sys
 import threading
 import weakref
 from _thread import RLock  # threading.RLock is a Python function around it
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from recollect import _ambient, _errors, _verification
+from recollect import _errors
+from recollect._ambient import Ambient
 from recollect._engine.calls import innermost, take_off
 from recollect._engine.replay import Replay, describe_difference, run_replay
 from recollect._engine.scope import Scope, Watch, here
 from recollect._engine.selective import forward_mode, tell_if_useless
 from recollect._errors import Signature
-from recollect._inputs import Inputs, find_tensors
+from recollect._inputs import Arguments, Inputs, find_tensors
 from recollect._kept import Slot, hooks_into
 from recollect._stores.chosen import store_of
 from recollect._torch import (
     PLAIN_TYPES,
-    Hooks,
     at_end_of_pass,
     current_group,
     current_node,
@@ -60,7 +60,7 @@ from recollect._torch import (
     reads_once,
     top_hooks,
 )
-from recollect._verification import Verification
+from recollect._verification import begin
 from recollect._verify import OperatorTrace, call_site, plain_signature, signature, traces_start_here
 from recollect.policy import Offload, Policy
 
@@ -76,6 +76,13 @@ class Options:
     name: str | None = None
     policy: Policy | None = None
     inputs: Offload | None = None
+    # Whether nothing was chosen that asks for more than guards: said once, for it is asked for every region.
+    is_plain: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        is_plain = self.determinism_check == "default" and self.preserve_rng_state is not False
+        is_plain = is_plain and self.policy is None and self.inputs is None and not self.debug
+        object.__setattr__(self, "is_plain", is_plain)
 
 
 # Seconds. Long, because two replays at once share the random generators: it is to end a deadlock, not to save time.
@@ -87,6 +94,9 @@ class Frame:
 
     # Defaults on the class: there is one of these per region, and few regions need any of it.
     finished = False  # whether the forward has come to its end
+    # Where this region's decisions stand in the journal: see scope.py.
+    start = 0
+    end = 0
     differentiated = False  # whether a backward inside the function came by
     trace: OperatorTrace | None = None
     # Of operators, by place in the journal: see selective.py.
@@ -96,30 +106,34 @@ class Frame:
     def __init__(
         self,
         function: Callable[..., Any],
-        inputs: Inputs,
-        ambient: Sequence[_ambient.Part],
+        arguments: Arguments,
+        tensors: list[Tensor],
+        flat: bool,
         options: Options,
         replay_context: contextlib.AbstractContextManager[Any] | None,
-        around: Hooks | None,
-        scope: Scope | None,
+        outer: Scope | None,
         path: str,
-        verification: Verification | None,
     ) -> None:
         self.function = function
-        self.verification = verification
-        self.inputs = inputs
-        self.ambient = ambient
         self.options = options
         self.replay_context = replay_context
+        self.path = path  # of the named regions around the function, where its policy was handed down to it
+        self.verification = begin(function, arguments, tensors, options, outer is not None and outer.following)
+        self.ambient = Ambient(tensors, options.preserve_rng_state, arguments)
+        self.around = hooks = top_hooks()  # the saved-tensor hooks around the region
+        if hooks is None and options.inputs is not None:
+            hooks = hooks_into(store_of(options.inputs), _inputs_are_checked)
+        self.inputs = Inputs(arguments, tensors, flat, hooks)
         self.slots: list[Slot] = []
         self.signatures: list[Signature] = []
         self.replays: dict[object, Replay] = {}
         self._lock = RLock()
-        self.around = around  # the saved-tensor hooks around the region
-        self.path = path  # of the named regions around the function, where its policy was handed down to it
-        # Where this region's decisions stand: see scope.py.
-        self.journal: list[Any] = [] if scope is None else scope.frame.journal
-        self.end = self.start = 0 if scope is None else scope.position
+        self.journal: list[Any]
+        if outer is None:
+            self.journal = []
+        else:
+            self.journal = outer.frame.journal
+            self.end = self.start = outer.position
         if options.debug:
             self.trace = OperatorTrace()
 
@@ -276,23 +290,19 @@ def run_region(
     watch: Watch | None = None,
 ) -> Any:
     """Call `function` as a region: what autograd saves in it becomes slots of a new frame."""
-    context, replay_context = _NO_CONTEXTS if contexts is None else contexts
-    scope, tensors = prepare(function, args, kwargs, options, replay_context, path, watch)
+    scope, tensors = prepare(function, args, kwargs, options, None if contexts is None else contexts[1], path, watch)
     succeeded = False
     try:
         here.scope = scope
         push_hooks(scope.pack, scope.unpack)
-        if context is None and scope.is_bare:
+        if contexts is None and scope.is_bare:
             result = function(*args, **kwargs)
         else:
-            result = _call_in_contexts(scope, args, kwargs, context)
+            result = _call_in_contexts(scope, args, kwargs, None if contexts is None else contexts[0])
         succeeded = True
     finally:
         forward_ended(scope, args, kwargs, tensors, succeeded)
     return result
-
-
-_NO_CONTEXTS = (None, None)
 
 
 def prepare(
@@ -312,19 +322,9 @@ def prepare(
     outer = here.scope
     if outer is not None and outer.opened is not None:
         outer = innermost()
-    following = outer is not None and outer.following
-    arguments = args, kwargs
-    verification = _verification.begin(function, arguments, tensors, options, following=following)
-    ambient = _ambient.capture(tensors, preserve_rng_state=options.preserve_rng_state, arguments=arguments)
-    hooks = top_hooks()
-    taken_by = hooks
-    if options.inputs is not None and hooks is None:
-        taken_by = hooks_into(store_of(options.inputs), _inputs_are_checked)
-    inputs = Inputs(args, kwargs, tensors, flat, taken_by)
-    frame = Frame(function, inputs, ambient, options, replay_context, hooks, outer, path, verification)
-    signatures, slots, replays = frame.signatures, frame.slots, frame.replays
-    leaves = None if verification is None else verification.leaves
-    arguments_ids = set(map(id, tensors))
+    frame = Frame(function, (args, kwargs), tensors, flat, options, replay_context, outer, path)
+    signatures, slots, replays, verification = frame.signatures, frame.slots, frame.replays, frame.verification
+    arguments = set(map(id, tensors))
 
     last: Any = None
 
@@ -342,12 +342,12 @@ def prepare(
         slot = Slot(len(slots))
         slots.append(slot)
         # Nearly all are neither leaves nor views.
-        if leaves is not None and (
+        if verification is not None and (
             not is_plain
             or tensor._base is not None
-            or (tensor.is_leaf and tensor.requires_grad and id(tensor) not in arguments_ids)
+            or (tensor.is_leaf and tensor.requires_grad and id(tensor) not in arguments)
         ):
-            leaves.saved(slot, tensor)
+            verification.saved(slot, tensor)
         return slot
 
     def unpack(slot: Slot) -> Tensor:
@@ -368,17 +368,17 @@ def prepare(
 
     scope = Scope(frame, pack, slots.__len__, outer)
     scope.unpack = unpack
-    record = None if verification is None else verification.record
-    scope.is_bare = record is None and options.policy is None and frame.trace is None
     if watch is not None:
         scope.watch = watch
     if scope.watch is not None:
         scope.pack = _watched(pack, scope.watch)
-    if frame.trace is not None:
+    if not options.is_plain:
         scope.trace = frame.trace
-    if record is not None:
-        scope.recorder = record
-        scope.pack = record.saving(scope.pack)
+        record = None if verification is None else verification.record
+        if record is not None:
+            scope.recorder = record
+            scope.pack = record.saving(scope.pack)
+        scope.is_bare = record is None and options.policy is None and not options.debug
     return scope, tensors
 
 
@@ -390,16 +390,17 @@ def forward_ended(
     scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], succeeded: bool
 ) -> None:
     """Take a region's hooks and scope off again, however its function has ended, and note what that has shown."""
+    frame, outer = scope.frame, scope.around
     take_off(scope.pack)
-    here.scope = outer = scope.around
+    here.scope = outer
     if outer is not None:
         outer.position = scope.position
-    frame = scope.frame
     frame.inputs.forward_ended(args, kwargs, tensors)
     if succeeded:
         frame.finished = True
         frame.end = scope.position
-        _ambient.forward_ended(frame.ambient)
+        if frame.ambient.parts:
+            frame.ambient.forward_ended()
         if frame.verification is not None:
             frame.verification.forward_ended()
 

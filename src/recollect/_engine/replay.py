@@ -64,16 +64,17 @@ from recollect._verify import Mismatch, OperatorTrace, find_mismatches, first_di
 
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame
-    from recollect._guards import Reading
+    from recollect._guards import Leaves, Reading
     from recollect._record import Recorder
+    from recollect._verification import Inspection
 
 
-def find_alive(slots: list[Slot]) -> list[bool]:
+def find_alive(slots: list[Slot]) -> bytes:
     """For each slot whether somebody holds it besides the list."""
-    return [count > _ONLY_IN_THE_LIST for count in map(getrefcount, slots)]
+    return bytes(map(_is_held, map(getrefcount, slots)))
 
 
-_ONLY_IN_THE_LIST = next(map(getrefcount, [Slot(0)]))
+_is_held: Callable[[int], bool] = next(map(getrefcount, [Slot(0)])).__lt__
 
 
 class Stop(BaseException):
@@ -95,6 +96,9 @@ class Replay:
     unfilled = -1  # the last tensor that may be unfilled memory
     operator = -1  # autograd's number for the operator that packed it, or that the stop is waiting for
     reading: Reading | None = None
+    leaves: Leaves | None = None
+    # What stands where the forward saved another leaf.
+    strangers: tuple[tuple[int, weakref.ref[Tensor]], ...] = ()
 
     def __init__(self, frame: Frame, only: Slot | None) -> None:
         self.tensors: list[Tensor | None] = []  # None once handed over, and where the slot was dead
@@ -102,11 +106,14 @@ class Replay:
         self.slots = slots = frame.slots
         self.signatures = frame.signatures
         self.only = only
-        self.alive = alive = find_alive(slots) if only is None else [slot == only for slot in slots]
-        self.last = len(alive) - 1 - alive[::-1].index(True)  # the slot that is asked for is alive
+        self.alive = alive = find_alive(slots) if only is None else bytes(slot == only for slot in slots)
+        self.last = last = alive.rindex(1)  # the slot that is asked for is alive
         # Rule 6: inside an unfinished forward the number of slots is not final, and what lies beyond them is none of
         # this replay's concern.
         self.stops_early = frame.options.early_stop or only is not None or not frame.finished
+        self.special = {last - 1, last, last + 1}  # the numbers of the tensors for which there is more to do
+        if 0 in alive:
+            self.special.update(index for index, one in enumerate(alive) if not one)
 
     @property
     def stopped(self) -> bool:
@@ -117,23 +124,40 @@ class Replay:
         """How many tensors the function has packed so far."""
         return len(self.tensors) + self.surplus
 
-    def look_at_unfilled(self, index: int, tensor: Tensor) -> None:
-        """A tensor without grad is packed, and it is one of the last two that are needed, or comes after them."""
-        if self.state == _RUNNING and may_be_unfilled(tensor):
-            self.unfilled, self.operator = index, sequence_number()
+    def watch(self, leaves: Leaves) -> None:
+        """See that the replay saves the same leaves."""
+        self.leaves = leaves
+        self.special.update(leaves.by_slot)
 
-    def end_if_complete(self, index: int) -> None:
-        """The last tensor that is needed has been packed, or one after it."""
-        if self.reading is not None:
-            self.reading.paused = True  # what is computed from here on is of no use
+    def pack(self, index: int, tensor: Tensor) -> Tensor:
+        """Do all that may have to be done when a tensor is packed."""
+        leaves, last = self.leaves, self.last
+        if leaves is not None and index in leaves.by_slot and leaves.is_another(index, tensor):
+            self.strangers += ((index, weakref.ref(tensor if tensor._base is None else tensor._base)),)
+        if tensor.requires_grad:
+            # The graph of the replay must not outlive it.
+            kept = tensor.detach()
+        else:
+            kept = tensor
+            if index >= last - 1 and self.state == _RUNNING and may_be_unfilled(tensor):
+                self.unfilled, self.operator = index, sequence_number()
+        if index <= last:
+            if version := version_of(kept):
+                self.versions[index] = version
+            self.tensors.append(kept if self.alive[index] else None)
+            if index < last:
+                return kept
+            if self.reading is not None:
+                self.reading.paused = True  # what is computed from here on is of no use
         if not self.stops_early:
-            self.surplus += index > self.last
+            self.surplus += index > last
         elif self.state != _COMPLETE:
             if self.operator >= 0 and self._waits(index):
                 self.state = _STOP_IS_DUE
             else:
                 self.state, self.stop = _COMPLETE, Stop()
                 raise self.stop
+        return kept
 
     def _waits(self, index: int) -> bool:
         # What is packed by hand is packed by no operator: an inner region's inputs, written long ago.
@@ -152,74 +176,54 @@ class Replay:
 def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> Replay:
     """Run the function on `arguments` and recover the tensors of the slots that are alive, or of `only` that one."""
     replay = Replay(frame, only)
-    tensors, versions, alive, last = replay.tensors, replay.versions, replay.alive, replay.last
-    trace = None
-    if frame.trace is not None:
-        trace = replay.trace = OperatorTrace()
+    tensors, versions, special = replay.tensors, replay.versions, replay.special
     verification = frame.verification if frame.finished else None
-    recorder = reading = probe = leaves = None
-    guarded: Container[int] = ()
-    put_back: Container[int] = ()
-    strangers: list[tuple[int, weakref.ref[Tensor]]] = []  # what stands where the forward saved another leaf
+    inspection = None
     if verification is not None:
-        leaves = verification.leaves
-        guarded = leaves.by_slot
-        if not verification.nothing_happened():
-            verification.check(frame.region)
-            reading = replay.reading = verification.suspects()
-            put_back = verification.memory_put_back()
-            probe = verification.probe()
-            if only is None:
-                recorder = verification.new_record()
+        inspection = verification.inspection(frame.region, compares=only is None)
+        if verification.leaves is not None:
+            replay.watch(verification.leaves)
 
     def pack(tensor: Tensor) -> Tensor:
         index = len(tensors)
-        if index in guarded and leaves is not None and leaves.is_another(index, tensor):
-            strangers.append((index, weakref.ref(tensor if tensor._base is None else tensor._base)))
-        if tensor.requires_grad:
-            # The graph of the replay must not outlive it.
-            kept = tensor.detach()
-        else:
-            kept = tensor
-            if index >= last - 1:
-                replay.look_at_unfilled(index, tensor)
-        if index <= last:
-            try:
-                if kept._version:
-                    versions[index] = kept._version
-            except RuntimeError:
-                pass
-            tensors.append(kept if alive[index] else None)
-            if index < last:
-                return kept
-        replay.end_if_complete(index)
+        if index in special:
+            return replay.pack(index, tensor)
+        kept = tensor.detach() if tensor.requires_grad else tensor
+        try:
+            if kept._version:
+                versions[index] = kept._version
+        except RuntimeError:
+            pass
+        tensors.append(kept)
         return kept
 
+    hook: Callable[[Tensor], Tensor] = pack
+    function, around = frame.function, here.scope
+    by_hooks = type(function) is ModuleFunction
     undo: list[Undo] = []
     try:
         _set_modes(undo)
-        restore(frame.ambient, undo)
+        frame.ambient.restore(undo)
         if verification is not None and verification.state:
             restore(verification.state, undo)
-        hook: Callable[[Tensor], Tensor] = pack if trace is None else trace.without(pack)
-        if recorder is not None:
-            hook = recorder.saving(hook)
-        around = here.scope
-        undo.append(partial(_leave, hook, around))
         if around is not None:
             undo.append(partial(_resume, around.pause()))
-        scope = here.scope = Scope(frame, hook, replay.packed, around, True)
-        scope.recorder, scope.trace = recorder, trace
-        if type(frame.function) is ModuleFunction:
-            call_for_replay(scope, arguments, partial(_contexts, scope, reading))
-        else:
+        if frame.options.is_plain and inspection is None and frame.replay_context is None and not by_hooks:
+            here.scope = Scope(frame, hook, replay.packed, around, True)
             push_hooks(hook, _identity)
-            _call(scope, arguments, reading)
+            args, kwargs = arguments
+            function(*args, **kwargs)
+        else:
+            hook = _looking(pack, frame, replay, inspection)
+            here.scope = scope = Scope(frame, hook, replay.packed, around, True)
+            scope.trace = replay.trace
+            scope.recorder = None if inspection is None else inspection.recorder
+            _call(scope, arguments, replay.reading)
     except BaseException as error:
         # Neither an error of the function nor Ctrl-C while the stop was on its way may be lost.
         if replay.state != _COMPLETE or not isinstance(error, (Stop, Exception)):
-            if verification is not None and recorder is not None and isinstance(error, Exception):
-                _errors.add_note(error, frame.region(), verification.explain(recorder, stopped=True))
+            if verification is not None and inspection is not None and isinstance(error, Exception):
+                _errors.add_note(error, frame.region(), verification.explain(inspection.recorder, stopped=True))
             raise
     finally:
         try:
@@ -229,28 +233,43 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             if replay.stop is not None:
                 # Both hold the frames that hold it: the context is an exception in whose handler it was raised.
                 replay.stop.__traceback__ = replay.stop.__context__ = None
-            if put_back:
-                _copy_what_changes_again(replay, put_back)
-            undo_all(undo)
-    if recorder is not None:
-        recorder.ended()
-    if verification is not None and probe is not None and (moved := probe.moved()):
-        verification.has_drawn(frame.region(), moved)
-    if verification is not None and reading is not None and reading.found is not None:
-        raise verification.reads_what_changed(frame.region(), reading.found)
+            if inspection is not None and inspection.put_back:
+                _copy_what_changes_again(replay, inspection.put_back)
+            try:
+                take_off(hook)
+                here.scope = around
+            finally:
+                undo_all(undo)
+    if verification is not None and inspection is not None:
+        verification.inspected(frame.region, inspection)
     if frame.kept_outputs or frame.kept_regions:
         _let_go_of_kept(frame, replay)
     # Rule 8.
     mismatches = find_mismatches(tensors, frame.signatures) if frame.options.determinism_check != "none" else ()
+    recorder = None if inspection is None else inspection.recorder
     if mismatches or replay.state == _RUNNING:
         _compare(frame, replay, mismatches, recorder)
-    if verification is not None:
-        if strangers:
-            verification.another_leaf(frame.region(), strangers)
+    if verification is not None and verification.leaves is not None:
+        if replay.strangers:
+            verification.another_leaf(frame.region(), replay.strangers)
         verification.leaves.note_versions()  # what the function itself changes is its own affair
-        if recorder is not None:
-            _compare_values(frame, replay, recorder)
+    if recorder is not None:
+        _compare_values(frame, replay, recorder)
     return replay
+
+
+def _looking(
+    pack: Callable[[Tensor], Tensor], frame: Frame, replay: Replay, inspection: Inspection | None
+) -> Callable[[Tensor], Tensor]:
+    """The hook of a replay that is looked at more closely."""
+    if frame.trace is not None:
+        replay.trace = OperatorTrace()
+        pack = replay.trace.without(pack)
+    if inspection is not None:
+        replay.reading = inspection.reading
+        if inspection.recorder is not None:
+            pack = inspection.recorder.saving(pack)
+    return pack
 
 
 def _compare(frame: Frame, replay: Replay, mismatches: Sequence[Mismatch], recorder: Recorder | None) -> None:
@@ -332,11 +351,6 @@ def _set_modes(undo: list[Undo]) -> None:
 _grad_mode_off = partial(set_grad_enabled, False)
 
 
-def _leave(hook: object, around: Scope | None) -> None:
-    take_off(hook)
-    here.scope = around
-
-
 def _resume(modes: list[Any]) -> None:
     for mode in modes:
         mode.paused = False
@@ -345,15 +359,10 @@ def _resume(modes: list[Any]) -> None:
 @traces_start_here
 def _call(scope: Scope, arguments: Arguments, reading: Reading | None) -> None:
     frame, (args, kwargs) = scope.frame, arguments
-    if (
-        scope.trace is None
-        and scope.recorder is None
-        and reading is None
-        and frame.replay_context is None
-        and frame.options.policy is None
-    ):
-        frame.function(*args, **kwargs)
+    if type(frame.function) is ModuleFunction:
+        call_for_replay(scope, arguments, partial(_contexts, scope, reading))
         return
+    push_hooks(scope.pack, _identity)
     with _contexts(scope, reading):
         frame.function(*args, **kwargs)
 

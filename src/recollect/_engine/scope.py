@@ -30,6 +30,7 @@ class Scope:
     """A region's function at work."""
 
     # Defaults on the class: a region has two of these or more, and most need none of it.
+    replaying = False  # whether this is a replay of the frame
     following = False  # whether it is within a replay
     saving = False  # within a named region that is kept
     has_policy = False
@@ -40,7 +41,7 @@ class Scope:
     modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here
     opened: Opened | None = None  # where a module's hooks began it, and no function of ours is around it
     unpack: Callable[[Any], Tensor]  # the other half of `pack`, in a forward
-    is_bare: bool  # whether the engine itself has no context to enter around a forward
+    is_bare = True  # whether the engine itself has no context to enter around a forward
 
     def __init__(
         self,
@@ -54,14 +55,13 @@ class Scope:
         self.pack = pack  # the saved-tensor hook that this run of the function pushes
         self.packed = packed  # how many it packed so far
         self.around = around
-        self.replaying = replaying  # whether this is a replay of the frame
         self.position: int = frame.start
         self.path = frame.path  # of the named regions that are open
         self.names: list[str] = []  # the paths of the named regions that were called, until the policy matched
         if replaying:
-            self.following = True
+            self.replaying = self.following = True
         if around is not None:
-            self.following = replaying or around.following
+            self.following |= around.following
             self.watch = around.watch
         policy = frame.options.policy
         if policy is not None:
