@@ -76,12 +76,15 @@ class Options:
     name: str | None = None
     policy: Policy | None = None
     inputs: Offload | None = None
-    # Whether nothing was chosen that asks for more than guards: said once, for it is asked for every region.
+    # Said once, because every region asks: whether nothing is to be entered around the function, and whether nothing
+    # was chosen that asks for more than guards.
+    is_bare: bool = field(init=False, repr=False, compare=False)
     is_plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        is_plain = self.determinism_check == "default" and self.preserve_rng_state is not False
-        is_plain = is_plain and self.policy is None and self.inputs is None and not self.debug
+        is_bare = self.policy is None and not self.debug
+        is_plain = is_bare and self.determinism_check == "default" and self.preserve_rng_state is not False
+        object.__setattr__(self, "is_bare", is_bare)
         object.__setattr__(self, "is_plain", is_plain)
 
 
@@ -378,7 +381,7 @@ def prepare(
         if record is not None:
             scope.recorder = record
             scope.pack = record.saving(scope.pack)
-        scope.is_bare = record is None and options.policy is None and not options.debug
+        scope.is_bare = record is None and options.is_bare
     return scope, tensors
 
 

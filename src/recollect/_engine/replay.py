@@ -208,7 +208,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             restore(verification.state, undo)
         if around is not None:
             undo.append(partial(_resume, around.pause()))
-        if frame.options.is_plain and inspection is None and frame.replay_context is None and not by_hooks:
+        if frame.options.is_bare and inspection is None and frame.replay_context is None and not by_hooks:
             here.scope = Scope(frame, hook, replay.packed, around, True)
             push_hooks(hook, _identity)
             args, kwargs = arguments
