@@ -104,8 +104,8 @@ def checked_options(
 ) -> Options:
     if determinism_check not in DETERMINISM_CHECKS:
         raise _errors.not_one_of("determinism_check", determinism_check, DETERMINISM_CHECKS)
-    is_plain = name is None and policy is None and inputs is None
-    if is_plain and debug is False and early_stop is preserve_rng_state is True:
+    is_default = debug is False and early_stop is preserve_rng_state is True
+    if is_default and policy is None and name is None and inputs is None:
         return _DEFAULTS[determinism_check]
     _check_switches(debug, early_stop, preserve_rng_state)
     return Options(

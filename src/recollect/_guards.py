@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -45,10 +45,10 @@ class Training:
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self._modules = modules
-        self._flags = [module.training for module in modules]
+        self._flags = list(map(_training, modules))
 
     def restore(self) -> Undo | None:
-        now = [module.training for module in self._modules]
+        now = list(map(_training, self._modules))
         if now == self._flags:
             return None
         self._put(self._flags)
@@ -57,6 +57,9 @@ class Training:
     def _put(self, flags: list[bool]) -> None:
         for module, flag in zip(self._modules, flags, strict=True):
             module.training = flag
+
+
+_training: Callable[[torch.nn.Module], bool] = attrgetter("training")
 
 
 class _Swapping(threading.local):

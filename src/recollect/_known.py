@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
+from operator import is_not, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any
 
@@ -18,9 +20,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from recollect._inputs import Arguments
-from recollect._torch import in_functional_call, parameter_identities, parameter_of, storage_key
+from recollect._torch import in_functional_call, parameter_identities, parameters_at, storage_key
 
 Key = tuple[Any, ...]
+_there: Callable[[weakref.ref[Any]], Any] = methodcaller("__call__")  # what a reference refers to
 _FEW = 100
 
 
@@ -66,12 +69,14 @@ class Known:
 
     def modules(self) -> list[Module]:
         """The modules whose mode counts: those that belong to the function, or those that it was seen to call."""
-        return [module for reference in self.tree if (module := reference()) is not None]
+        modules: list[Any] = list(map(_there, self.tree))
+        if all(map(is_not, modules, repeat(None))):
+            return modules
+        return [module for module in modules if module is not None]
 
     def at_home(self) -> list[Tensor | None]:
         """The parameters that its modules have now where they had those that it is known to read."""
-        homes = [(module(), name) for module, name in self.homes]
-        return [None if module is None else parameter_of(module, name) for module, name in homes]
+        return parameters_at(self.homes)
 
     def is_swapped(self, modules: list[Module], *, putting: bool) -> bool:
         """Whether a module has other parameters than its own now, by `functional_call` or, `putting`, by a replay.

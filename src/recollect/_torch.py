@@ -10,6 +10,8 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
+import operator
 import os
 import sys
 import warnings
@@ -306,7 +308,20 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
 
 def parameter_identities(modules: Iterable[torch.nn.Module]) -> list[int]:
     """The identities of the parameters that some modules have themselves."""
-    return [id(one) for module in modules for one in module._parameters.values()]
+    return list(map(id, itertools.chain.from_iterable(map(_values, map(_own_parameters, modules)))))
+
+
+_own_parameters = operator.attrgetter("_parameters")
+_values = operator.methodcaller("values")
+
+
+def parameters_at(homes: Iterable[tuple[Callable[[], torch.nn.Module | None], str]]) -> list[torch.Tensor | None]:
+    """What `parameter_of` gives for each module and name; None where the module is gone."""
+    modules = [(module(), name) for module, name in homes]
+    return [
+        None if module is None or name not in module._parameters else module._parameters[name]
+        for module, name in modules
+    ]
 
 
 def parameter_of(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
