@@ -359,8 +359,8 @@ FAULTS = (
     fault(
         "another leaf in the place of a leaf is not noticed",
         "_guards.py",
-        "            return tensor._base is not leaf\n",
-        "            return False\n",
+        "        return tensor is not leaf and _base_of(tensor) is not leaf\n",
+        "        return False\n",
         "test_guards.py::test_a_late_binding_closure_over_leaves",
     ),
     fault(

@@ -176,18 +176,23 @@ def lasting(record: Recorder, modules: Sequence[torch.nn.Module]) -> list[tuple[
 # --- Weights ---
 
 
+def _base_of(tensor: Tensor) -> Tensor | None:
+    """What a tensor is a view of, without asking a subclass."""
+    if type(tensor) in PLAIN_TYPES:
+        return tensor._base
+    with without_torch_function():
+        return tensor._base
+
+
 def leaf_of(tensor: Tensor) -> Tensor | None:
     """The leaf that needs grad and that a tensor is, or is a view of."""
-    if type(tensor) not in PLAIN_TYPES or (tensor._base is not None and type(tensor._base) not in PLAIN_TYPES):
-        with without_torch_function():
-            return _plain_leaf_of(tensor)
-    return _plain_leaf_of(tensor)
-
-
-def _plain_leaf_of(tensor: Tensor) -> Tensor | None:
     # A view made without grad is a leaf, with a history: its base counts.
-    leaf = tensor if tensor._base is None else tensor._base
-    return leaf if leaf.is_leaf and leaf.requires_grad else None
+    base = _base_of(tensor)
+    leaf = tensor if base is None else base
+    if type(leaf) in PLAIN_TYPES:
+        return leaf if leaf.is_leaf and leaf.requires_grad else None
+    with without_torch_function():
+        return leaf if leaf.is_leaf and leaf.requires_grad else None
 
 
 class Leaves:
@@ -276,10 +281,7 @@ class Leaves:
     def is_another(self, slot: int, tensor: Tensor) -> bool:
         """Whether a replay saves another leaf than the forward did."""
         leaf = self.by_slot[slot]
-        if tensor is leaf:
-            return False
-        with without_torch_function():
-            return tensor._base is not leaf
+        return tensor is not leaf and _base_of(tensor) is not leaf
 
     def replaced(self) -> tuple[Tensor, Tensor | None] | None:
         """A parameter of a module in whose place another one stands now, and that one."""
