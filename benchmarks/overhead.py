@@ -2,8 +2,10 @@
 
 A chain of n `sin` on 8 floats, one thread, forward plus backward. The work itself is "forward twice and backward
 once" of the plain chain; overhead is what exceeds it. A straight line through the overheads gives the cost per
-saved tensor (slope) and per region (what is left at n = 0). Contestants run interleaved in one process, in a new
-random order every round: in a fixed order whoever runs after the slowest looks worse than it is.
+saved tensor (slope) and per region (what is left at n = 0). The last column is a region as people have them: a block
+with 14 modules, 10 parameters and 25 saved tensors, of which 10 are parameters or views of them. Contestants run
+interleaved in one process, in a new random order every round: in a fixed order whoever runs after the slowest looks
+worse than it is.
 
     python benchmarks/overhead.py [--rounds 300] [--json overhead.json]
 """
@@ -21,10 +23,12 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as stock
 
+import recollect
 from peers import describe_machine, print_table, torch_remat_checkpoint
 from recollect import dropin
 
 LENGTHS = (4, 104)
+BLOCK = 0  # stands for the block among the lengths
 VISIT = 5  # runs in a row; their median counts, so that no one pays for the caches that another left behind
 WORK = "the work itself"
 Step = Callable[[int], float]
@@ -39,39 +43,54 @@ def chain(n: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return run
 
 
-CHAINS = {n: chain(n) for n in LENGTHS}
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(4))
+        self.layers = torch.nn.ModuleList(layers)
+        self.norm = torch.nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+FUNCTIONS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {n: chain(n) for n in LENGTHS} | {BLOCK: Block()}
+SHAPES = dict.fromkeys(LENGTHS, (8,)) | {BLOCK: (2, 8)}
 
 
 def the_work(n: int) -> float:
     """Forward twice and backward once, without checkpointing."""
-    x = torch.ones(8, requires_grad=True)
-    run = CHAINS[n]
+    x = torch.ones(SHAPES[n], requires_grad=True)
+    run = FUNCTIONS[n]
     start = time.perf_counter()
     y = run(x)
     y = run(x)
-    y.backward(torch.ones(8))
+    y.backward(torch.ones(SHAPES[n]))
     return time.perf_counter() - start
 
 
 def bare_hooks(n: int) -> float:
     """The floor: hooks that do nothing, in forward, replay and backward."""
-    x = torch.ones(8, requires_grad=True)
-    run = CHAINS[n]
+    x = torch.ones(SHAPES[n], requires_grad=True)
+    run = FUNCTIONS[n]
     start = time.perf_counter()
     for _ in range(2):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             y = run(x)
-    y.backward(torch.ones(8))
+    y.backward(torch.ones(SHAPES[n]))
     return time.perf_counter() - start
 
 
 def checkpointed(call: Callable[..., Any], **options: Any) -> Step:
     def step(n: int) -> float:
-        x = torch.ones(8, requires_grad=True)
-        run = CHAINS[n]
+        x = torch.ones(SHAPES[n], requires_grad=True)
+        run = FUNCTIONS[n]
         start = time.perf_counter()
         y = call(run, x, **options)
-        y.backward(torch.ones(8))
+        y.backward(torch.ones(SHAPES[n]))
         return time.perf_counter() - start
 
     return step
@@ -83,6 +102,7 @@ def contestants() -> dict[str, Step]:
         "bare hooks (floor)": bare_hooks,
         "stock": checkpointed(stock.checkpoint, use_reentrant=False),
         "recollect": checkpointed(dropin.checkpoint, use_reentrant=False),
+        "recollect, native": checkpointed(recollect.checkpoint),
         "recollect, no RNG": checkpointed(dropin.checkpoint, use_reentrant=False, preserve_rng_state=False),
         "stock reentrant": checkpointed(stock.checkpoint, use_reentrant=True),
         "recollect reentrant": checkpointed(dropin.checkpoint, use_reentrant=True),
@@ -95,11 +115,11 @@ def contestants() -> dict[str, Step]:
 
 def measure(rounds: int) -> dict[str, dict[str, float]]:
     steps = contestants()
-    times: dict[tuple[str, int], list[float]] = {(name, n): [] for name in steps for n in LENGTHS}
+    times: dict[tuple[str, int], list[float]] = {(name, n): [] for name in steps for n in FUNCTIONS}
     order = list(steps)
     for round_number in range(rounds + 5):
         random.shuffle(order)
-        for n in LENGTHS:
+        for n in FUNCTIONS:
             for name in order:
                 seconds = statistics.median(steps[name](n) for _ in range(VISIT))
                 if round_number >= 5:  # the first rounds warm up
@@ -107,9 +127,13 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
     short, long = LENGTHS
     result = {}
     for name in steps:
-        over = {n: statistics.median(times[name, n]) - statistics.median(times[WORK, n]) for n in LENGTHS}
+        over = {n: statistics.median(times[name, n]) - statistics.median(times[WORK, n]) for n in FUNCTIONS}
         per_tensor = (over[long] - over[short]) / (long - short)
-        result[name] = {"region": (over[short] - short * per_tensor) * 1e6, "tensor": per_tensor * 1e6}
+        result[name] = {
+            "region": (over[short] - short * per_tensor) * 1e6,
+            "tensor": per_tensor * 1e6,
+            "block": over[BLOCK] * 1e6,
+        }
     del result[WORK]
     return result
 
@@ -132,9 +156,12 @@ def main() -> None:
                 f"{cost['tensor']:.2f}",
                 # The reentrant variant hooks nothing: there is no cost per tensor to compare.
                 "" if "reentrant" in name else f"{cost['tensor'] / base['tensor']:.2f}",
+                f"{cost['block']:.0f}",
+                f"{cost['block'] / base['block']:.2f}",
             ]
         )
-    print_table(["", "us per region", "of stock's", "us per saved tensor", "of stock's"], rows)
+    columns = ["", "us per region", "of stock's", "us per saved tensor", "of stock's", "us per block", "of stock's"]
+    print_table(columns, rows)
     print(describe_machine())
     if options.json:
         with open(options.json, "w") as file:

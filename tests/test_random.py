@@ -58,14 +58,14 @@ def registered():
 
 
 def capture(preserve, *args, **kwargs):
-    return _ambient.capture(find_tensors(args, kwargs)[0], preserve_rng_state=preserve, arguments=(args, kwargs))
+    return _ambient.Ambient(find_tensors(args, kwargs)[0], preserve, (args, kwargs))
 
 
 @contextlib.contextmanager
-def in_force(parts):
+def in_force(ambient):
     undo = []
     try:
-        _ambient.restore(parts, undo)
+        ambient.restore(undo)
         yield
     finally:
         _ambient.undo_all(undo)
@@ -121,16 +121,15 @@ def test_all_preserves_those_of_the_process(of):
         return [draw() for draw in draws for _ in range(3)]  # an odd number of normal numbers: one is kept back
 
     draws[1]()
-    parts = capture("all")
+    ambient = capture("all")
     forward = three()
-    _ambient.forward_ended(parts)
+    ambient.forward_ended()
     three()
     reference = capture("all")
     after = three()
-    for part in reference:
-        part.restore()  # where the stream was before it was looked at
+    reference.restore([])  # where the stream was before it was looked at
     for _ in range(2):
-        with in_force(parts):
+        with in_force(ambient):
             assert three() == forward
     assert three() == after, "the stream around it goes on as if nothing had been"
 
@@ -145,12 +144,12 @@ def test_all_preserves_those_of_the_user(kind, way, registered):
         pytest.skip("only known kinds are looked for in arguments")
     arguments = (generator,) if way == "argument" else ()
     draw_from(generator), draw_from(twin)
-    parts = capture("all", *arguments)
+    ambient = capture("all", *arguments)
     forward = [draw_from(generator) for _ in range(3)]
     assert forward == [draw_from(twin) for _ in range(3)]
     for _ in range(2):
         assert draw_from(generator) == draw_from(twin)  # somebody else draws in between
-        with in_force(parts):
+        with in_force(ambient):
             assert [draw_from(generator) for _ in range(3)] == forward
     assert draw_from(generator) == draw_from(twin), "the stream around it goes on as if nothing had been"
 
@@ -188,10 +187,10 @@ class Mapping(dict):
 def test_generators_are_found_in_arguments_at_any_depth(wrap, keyword):
     generator = torch.Generator().manual_seed(3)
     args = wrap(generator)
-    parts = capture("all", **{f"k{i}": value for i, value in enumerate(args)}) if keyword else capture("all", *args)
+    ambient = capture("all", **{f"k{i}": value for i, value in enumerate(args)}) if keyword else capture("all", *args)
     forward = draw_from(generator)
     around = generator.get_state()
-    with in_force(parts):
+    with in_force(ambient):
         assert draw_from(generator) == forward
     assert torch.equal(generator.get_state(), around)
 
@@ -200,13 +199,13 @@ def test_arguments_that_hold_themselves():
     generator = random.Random(1)
     loop: list[Any] = [generator]
     loop.append(loop)
-    parts = capture("all", loop, loop)
-    assert sum(getattr(part, "source", None) is not None and "arguments" in part.source.name for part in parts) == 1
+    ambient = capture("all", loop, loop)
+    assert sum("arguments" in part.source.name for part in ambient.parts if hasattr(part, "source")) == 1
 
 
 def test_a_default_generator_among_the_arguments_is_the_one_that_is_preserved_anyway():
-    parts = capture("all", torch.default_generator)
-    assert not any("arguments" in part.source.name for part in parts if hasattr(part, "source"))
+    ambient = capture("all", torch.default_generator)
+    assert not any("arguments" in part.source.name for part in ambient.parts if hasattr(part, "source"))
 
 
 @pytest.mark.parametrize("preserve", [True, False])
@@ -218,9 +217,9 @@ def test_without_all_python_numpy_and_the_users_drift(preserve, registered):
     def draws():
         return random.random(), numpy.random.rand(), mine.random(), draw_from(given)
 
-    parts = capture(preserve, given)
+    ambient = capture(preserve, given)
     forward = draws()
-    with in_force(parts):
+    with in_force(ambient):
         replay = draws()
     assert not any(one == other for one, other in zip(forward, replay, strict=True))
     random.seed(1)
@@ -231,7 +230,9 @@ def test_without_all_python_numpy_and_the_users_drift(preserve, registered):
 
 
 def test_false_preserves_nothing():
-    assert not any(hasattr(part, "source") for part in capture(False))
+    ambient = capture(False)
+    assert ambient.cpu_state is None
+    assert not any(hasattr(part, "source") for part in ambient.parts)
 
 
 def test_states_are_put_back_though_some_cannot_be(registered):
@@ -244,12 +245,12 @@ def test_states_are_put_back_though_some_cannot_be(registered):
             super().set_state(state)
 
     refusing = registered(Refusing())
-    parts = capture("all")
+    ambient = capture("all")
     first = random.random(), torch.rand(3)
     refusing.count = 2
     random.random(), torch.rand(3)  # so that a replay does not end at the state around it by itself
     around = random.getstate(), torch.get_rng_state()
-    with pytest.raises(StopHereError), in_force(parts):
+    with pytest.raises(StopHereError), in_force(ambient):
         again = random.random(), torch.rand(3)
     assert again[0] == first[0]
     assert torch.equal(again[1], first[1])
@@ -262,16 +263,16 @@ def test_a_generator_that_refuses_its_state_undoes_the_others(registered):
         def set_state(self, state):
             raise StopHereError
 
-    parts_before = capture("all")
+    ambient_before = capture("all")
     registered(Refusing())
-    parts = capture("all")
+    ambient = capture("all")
     random.random(), torch.rand(3)
     around = random.getstate(), torch.get_rng_state()
-    with pytest.raises(StopHereError), in_force(parts):
+    with pytest.raises(StopHereError), in_force(ambient):
         raise AssertionError("it does not come to this")
     assert random.getstate() == around[0]
     assert torch.equal(torch.get_rng_state(), around[1])
-    assert len(parts) == len(parts_before) + 1
+    assert len(ambient.parts) == len(ambient_before.parts) + 1
 
 
 def test_without_numpy():
@@ -283,9 +284,9 @@ def test_without_numpy():
         sys.meta_path.insert(0, type("Refuse", (), {"find_spec": staticmethod(
             lambda name, *_: (_ for _ in ()).throw(AssertionError(name)) if name.split(".")[0] == "numpy" else None)}))
         from recollect import _ambient, _generators
-        parts = _ambient.capture([], preserve_rng_state="all", arguments=((random.Random(1),), {}))
-        assert [part.source.name for part in parts if hasattr(part, "source")] == [
-            "the CPU generator", "Python's random", "a Random in the arguments"]
+        ambient = _ambient.Ambient([], "all", ((random.Random(1),), {}))
+        assert [part.source.name for part in ambient.parts if hasattr(part, "source")] == [
+            "Python's random", "a Random in the arguments"]
         assert _generators.Probe(everything=True).moved() == []
         _generators.register_generator(random.Random(1))
     """
@@ -302,11 +303,11 @@ def test_without_numpy():
 def test_registering_gives_the_generator_back_and_twice_is_once(kind, registered):
     generator = MAKES[kind]()
     assert registered(generator) is generator
-    before = len(capture("all"))
+    before = len(capture("all").parts)
     assert registered(generator) is generator
-    assert len(capture("all")) == before
+    assert len(capture("all").parts) == before
     unregister_generator(generator)
-    assert len(capture("all")) == before - 1
+    assert len(capture("all").parts) == before - 1
     unregister_generator(generator)  # nothing to do
 
 
@@ -337,10 +338,10 @@ def test_a_registered_generator_is_not_kept_alive(make):
     except TypeError:
         pytest.skip("this version's cannot be referred to weakly")
     register_generator(generator)
-    parts = capture("all")
+    ambient = capture("all")
     del generator
     assert gone() is not None, "a region whose forward has begun needs it"
-    del parts
+    del ambient
     gc.collect()
     assert gone() is None
     assert not _generators._registered
@@ -349,10 +350,10 @@ def test_a_registered_generator_is_not_kept_alive(make):
 
 def test_a_region_goes_on_preserving_what_is_unregistered(registered):
     generator = registered(random.Random(5))
-    parts = capture("all")
+    ambient = capture("all")
     forward = generator.random()
     unregister_generator(generator)
-    with in_force(parts):
+    with in_force(ambient):
         assert generator.random() == forward
 
 
@@ -394,9 +395,9 @@ def test_the_default_dtype_of_the_forward_is_in_force_in_the_replay(reentrant, m
 
 @pytest.mark.usefixtures("_default_dtype_again")
 def test_the_default_dtype_around_a_replay_that_raises_is_put_back():
-    parts = capture(True)
+    ambient = capture(True)
     torch.set_default_dtype(torch.float64)
-    with contextlib.suppress(StopHereError), in_force(parts):
+    with contextlib.suppress(StopHereError), in_force(ambient):
         assert torch.get_default_dtype() is torch.float32
         torch.set_default_dtype(torch.float16)  # and whatever the function leaves behind
         raise StopHereError
@@ -550,14 +551,14 @@ def test_every_device_that_the_region_uses_is_preserved(accelerator, arguments, 
     def draws():
         return [accelerator.draw(index) for index in (inside, 0, inside)]
 
-    parts = capture(True, *args)
+    ambient = capture(True, *args)
     forward = draws()
-    _ambient.forward_ended(parts)
+    ambient.forward_ended()
     for index in range(4):
         accelerator.draw(index)
     around = accelerator.states()
     for _ in range(2):
-        with in_force(parts):
+        with in_force(ambient):
             assert draws() == forward
         assert accelerator.states() == around
 
@@ -571,36 +572,36 @@ def test_a_seed_that_the_region_sets_is_put_back_everywhere(accelerators):
             generator.manual_seed(77)
         return before + [accelerator.draw(index) for index in range(3)]
 
-    parts = capture(True, Elsewhere("cuda:0"))
+    ambient = capture(True, Elsewhere("cuda:0"))
     forward = seeds_and_draws()
-    _ambient.forward_ended(parts)
+    ambient.forward_ended()
     for generator in accelerator.default_generators:
         generator.manual_seed(5)
     around = accelerator.states()
-    with in_force(parts):
+    with in_force(ambient):
         assert seeds_and_draws() == forward
     assert accelerator.states() == around
 
 
 def test_an_own_device_is_put_though_nothing_moved_it(accelerator):
     """What is drawn within `fork_rng` leaves no trace."""
-    parts = capture(True, Elsewhere("cuda:1"))
+    ambient = capture(True, Elsewhere("cuda:1"))
     before = accelerator.states()[1]
-    _ambient.forward_ended(parts)
+    ambient.forward_ended()
     accelerator.draw(1)
-    with in_force(parts):
+    with in_force(ambient):
         assert accelerator.states()[1] == before
 
 
 def test_a_device_that_the_region_did_not_move_is_left_alone(accelerator):
     """Its own region may be in the middle of a replay, in another of autograd's threads."""
-    parts = capture(True, Elsewhere("cuda:1"))
+    ambient = capture(True, Elsewhere("cuda:1"))
     accelerator.draw(1)
-    _ambient.forward_ended(parts)
+    ambient.forward_ended()
     for index in range(4):
         accelerator.draw(index)
     accelerator.log.clear()
-    with in_force(parts):
+    with in_force(ambient):
         accelerator.draw(1)
         for index in (0, 2, 3):
             accelerator.draw(index)
@@ -611,10 +612,10 @@ def test_a_device_that_the_region_did_not_move_is_left_alone(accelerator):
 
 def test_a_backward_inside_an_unfinished_forward(accelerator):
     """What has moved by then is what the replay will want."""
-    parts = capture(True, Elsewhere("cuda:1"))
+    ambient = capture(True, Elsewhere("cuda:1"))
     forward = [accelerator.draw(index) for index in (1, 3)]
     around = accelerator.states()
-    with in_force(parts):
+    with in_force(ambient):
         assert [accelerator.draw(index) for index in (1, 3)] == forward
     assert accelerator.states() == around
 
@@ -625,18 +626,18 @@ def test_what_it_costs(accelerators, count):
     accelerators["cuda"] = accelerator = Counting(count)
     capture(True, Elsewhere("cuda:0"))
     accelerator.log.clear()
-    parts = capture(True, Elsewhere("cuda:0"))
+    ambient = capture(True, Elsewhere("cuda:0"))
     assert len(accelerator.log) == 2 * count
     accelerator.log.clear()
-    _ambient.forward_ended(parts)
+    ambient.forward_ended()
     assert len(accelerator.log) == 2 * (count - 1)
     accelerator.log.clear()
-    with in_force(parts):
+    with in_force(ambient):
         pass
     assert accelerator.log == [("seed", 0), ("get", 0), ("seed", 0), ("set", 0)], "it stood there already"
     accelerator.draw(0)
     accelerator.log.clear()
-    with in_force(parts):
+    with in_force(ambient):
         pass
     assert accelerator.log == [("seed", 0), ("get", 0), ("seed", 0), ("set", 0), ("seed", 0), ("set", 0)]
 
@@ -645,23 +646,23 @@ def test_devices_that_were_never_used_cost_next_to_nothing(accelerators, monkeyp
     accelerators["cuda"] = accelerator = Counting(8)
     used = {0}
     monkeypatch.setattr(_generators, "has_context", used.__contains__)
-    parts = capture(True, Elsewhere("cuda:0"))
-    _ambient.forward_ended(parts)
+    ambient = capture(True, Elsewhere("cuda:0"))
+    ambient.forward_ended()
     assert {index for _, index in accelerator.log} == {0}
-    with in_force(parts):
+    with in_force(ambient):
         assert Probe().moved() == []
     assert {index for _, index in accelerator.log} == {0}
 
-    parts = capture(True, Elsewhere("cuda:0"))
+    ambient = capture(True, Elsewhere("cuda:0"))
     used.add(3)  # the region is the first to use it
     for _ in range(2):
         forward = accelerator.draw(3)
-        _ambient.forward_ended(parts)
+        ambient.forward_ended()
         around = accelerator.states()
-        with in_force(parts):
+        with in_force(ambient):
             assert accelerator.draw(3) == forward
         assert accelerator.states() == around
-        parts = capture(True, Elsewhere("cuda:0"))
+        ambient = capture(True, Elsewhere("cuda:0"))
 
 
 @pytest.mark.parametrize("used", [{0}, set()])
@@ -672,11 +673,11 @@ def test_devices_that_were_never_used_keep_a_state_that_was_set_by_hand(accelera
     monkeypatch.setattr(_generators, "has_context", used.__contains__)
     for generator in accelerator.default_generators:
         generator.state = (7, 400)
-    parts, moment = capture(True), RandomState.now([])
+    ambient, moment = capture(True), RandomState.now([])
     if finished:
-        _ambient.forward_ended(parts)
-    with in_force(parts):
-        RandomState.like(parts).put()
+        ambient.forward_ended()
+    with in_force(ambient):
+        RandomState.like(ambient).put()
     assert accelerator.states() == [(7, 400)] * 3
     moment.put()
     assert accelerator.states() == [(7, 400)] * 3
@@ -688,11 +689,11 @@ def test_all_types_among_the_arguments_and_the_default_one(accelerators):
     def draws():
         return [fake.draw(index) for fake in fakes for index in range(2)]
 
-    parts = capture(True, Elsewhere("xpu:1"))
+    ambient = capture(True, Elsewhere("xpu:1"))
     forward = draws()
-    _ambient.forward_ended(parts)
+    ambient.forward_ended()
     around = [fake.states() for fake in fakes]
-    with in_force(parts):
+    with in_force(ambient):
         assert draws() == forward
     assert [fake.states() for fake in fakes] == around
 
@@ -700,14 +701,14 @@ def test_all_types_among_the_arguments_and_the_default_one(accelerators):
 def test_an_accelerator_set_up_in_the_forward_is_an_error_whatever_the_arguments(accelerators):
     accelerators["cuda"] = accelerator = Counting(2)
     accelerator.ready = False
-    parts = capture(True, torch.ones(2, device="meta"))
+    ambient = capture(True, torch.ones(2, device="meta"))
     assert accelerator.log == []
-    _ambient.forward_ended(parts)
-    with in_force(parts):
+    ambient.forward_ended()
+    with in_force(ambient):
         pass
     accelerator.ready = True
     with pytest.raises(RuntimeError, match="'cuda' was initialised inside the forward"):
-        _ambient.forward_ended(parts)
+        ambient.forward_ended()
 
 
 def test_devices_that_are_counted_and_cannot_be_read(accelerators):
@@ -718,9 +719,9 @@ def test_devices_that_are_counted_and_cannot_be_read(accelerators):
             return super().get_rng_state(index)
 
     accelerators["cuda"] = accelerator = OneIsMine(4)
-    parts = capture(True)
+    ambient = capture(True)
     forward = accelerator.draw(0)
-    with in_force(parts):
+    with in_force(ambient):
         assert accelerator.draw(0) == forward
 
 
@@ -759,19 +760,19 @@ def test_a_thread_for_each_device(accelerator):
         numbers = []
         for step in range(8):
             if step == device:  # before that, no region has said whose the device is
-                parts = capture(True, Elsewhere(f"cuda:{device}"))
+                ambient = capture(True, Elsewhere(f"cuda:{device}"))
             numbers.append(accelerator.draw(device))
             yield
             if step == device + 2:
-                _ambient.forward_ended(parts)
-                regions[device] = parts, numbers[device : device + 3]
+                ambient.forward_ended()
+                regions[device] = ambient, numbers[device : device + 3]
 
     def replay(device):
-        parts, drawn = regions[device]
+        ambient, drawn = regions[device]
         undo, numbers = [], []
         for step in range(5):
             if step == 1:
-                _ambient.restore(parts, undo)
+                ambient.restore(undo)
             elif step > 1:
                 numbers.append(accelerator.draw(device))
             yield
@@ -787,25 +788,25 @@ def test_a_thread_for_each_device(accelerator):
 def test_a_replay_counts_as_the_thread_of_its_forward(accelerator):
     """A region inside a region, replayed in a thread of autograd's, must not make the device that thread's."""
 
-    def outer(parts_inside):
+    def outer(ambients_inside):
         drawn = [accelerator.draw(0)]
-        parts_inside.append(capture(True, Elsewhere("cuda:1")))
+        ambients_inside.append(capture(True, Elsewhere("cuda:1")))
         drawn.append(accelerator.draw(1))
-        _ambient.forward_ended(parts_inside[-1])
+        ambients_inside[-1].forward_ended()
         return drawn
 
     regions = []
     for _ in range(2):
-        parts, inside = capture(True, Elsewhere("cuda:0")), []
+        ambient, inside = capture(True, Elsewhere("cuda:0")), []
         drawn = outer(inside)
-        _ambient.forward_ended(parts)
-        regions.append((parts, drawn))
+        ambient.forward_ended()
+        regions.append((ambient, drawn))
     around, errors = accelerator.states(), []
 
     def backward():
         try:
-            for parts, drawn in reversed(regions):
-                with in_force(parts):
+            for ambient, drawn in reversed(regions):
+                with in_force(ambient):
                     assert outer([]) == drawn
         except BaseException as error:
             errors.append(error)
@@ -822,7 +823,7 @@ def test_a_replay_counts_as_the_thread_of_its_forward(accelerator):
 
 def test_the_state_at_a_moment_is_that_of_what_the_region_preserves(accelerator):
     generator = random.Random(3)
-    parts = capture("all", Elsewhere("cuda:1"), generator)
+    ambient = capture("all", Elsewhere("cuda:1"), generator)
 
     def draws():
         return [
@@ -834,13 +835,13 @@ def test_the_state_at_a_moment_is_that_of_what_the_region_preserves(accelerator)
         ]
 
     draws()
-    moment = RandomState.like(parts)
+    moment = RandomState.like(ambient)
     after = draws()
-    _ambient.forward_ended(parts)
+    ambient.forward_ended()
     for index in range(4):
         accelerator.draw(index)
     around = accelerator.states()
-    with in_force(parts):
+    with in_force(ambient):
         moment.put()
         assert accelerator.states()[0] == around[0]
         assert accelerator.states()[2] == around[2]

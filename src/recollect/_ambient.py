@@ -1,9 +1,9 @@
 """Ambient state: what a function reads without being given it. Captured in the forward, in force again in the replay.
 
 Parts: random generators, autocast, the default device and dtype, the accelerator's device and stream, torch
-functions. Each part has one method, `restore`: put the captured state in force and return how to undo that, or return
-None if it is in force already. That is judged at the replay, never assumed from the forward. A part that could not
-matter is not made at all.
+functions; `Ambient` is all of them. Each part has one method, `restore`: put the captured state in force and return
+how to undo that, or return None if it is in force already. That is judged at the replay, never assumed from the
+forward. A part that could not matter is not made at all.
 
 Which generators there are, and how exact their preservation is, stands in `_generators.py`. Here is which of them a
 region takes: those of torch's operators, or, with `preserve_rng_state="all"`, the others too.
@@ -14,9 +14,11 @@ Grad mode is not here: a replay always runs with it on.
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from operator import attrgetter, methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +36,6 @@ from recollect._generators import (
     Late,
     OtherDevices,
     Preserved,
-    PreservedCpu,
     Watching,
     accelerators,
     default_generators,
@@ -43,14 +44,15 @@ from recollect._generators import (
     others,
     preserve_devices,
     set_device_state,
+    swap_cpu_state,
 )
 from recollect._generators import get_cpu_state as get_cpu_state
 from recollect._generators import set_cpu_state as set_cpu_state
 from recollect._inputs import Arguments, find_tensors
 from recollect._torch import (
+    PLAIN_TYPES,
     TORCH_FUNCTION_ENABLED,
     accelerator_module,
-    are_plain,
     default_device,
     function_mode_count,
     is_initialised,
@@ -76,19 +78,76 @@ class Part(Protocol):
 _NO_ARGUMENTS: Arguments = ((), {})
 
 
-def capture(
-    tensors: Sequence[Tensor], *, preserve_rng_state: Preserve, arguments: Arguments = _NO_ARGUMENTS
+class Ambient:
+    """The state around a region that is about to run on `tensors`, which are those of `arguments`.
+
+    Most regions run on the CPU or on one device, and find everything in their replay as their forward found it. So
+    modes (whether torch functions are asked, the default device and dtype, autocast) are read together, compared at
+    once, and taken apart only where something differs; they and the CPU generator are no parts of their own.
+    """
+
+    __slots__ = ("_looks", "_modes", "_seen", "cpu_state", "parts")
+
+    def __init__(
+        self, tensors: Sequence[Tensor], preserve_rng_state: Preserve, arguments: Arguments = _NO_ARGUMENTS
+    ) -> None:
+        self.parts: Sequence[Part] = ()
+        looks = _LOOKS_ON_CPU
+        if not (
+            preserve_rng_state is True
+            and DefaultDeviceType._default_device_type == "cpu"
+            and PLAIN_TYPES.issuperset(map(type, tensors))
+            and all(map(_is_cpu, tensors))
+        ):
+            devices = _devices_of(tensors)
+            types = _types_of(devices)
+            looks = _looks_at(types[0])
+            self.parts = _parts(types, devices, preserve_rng_state, arguments)
+        self._looks = looks
+        self._seen = seen = tuple(map(_ask, looks))
+        # A default device is a torch-function mode: where there are any, their number does not tell.
+        self._modes: Sequence[Part] | None = None if seen[0] and not seen[1] else self._taken_apart()
+        self.cpu_state = get_cpu_state() if preserve_rng_state else None
+
+    def _taken_apart(self) -> Sequence[Part]:
+        seen = self._seen
+        usual = seen[0] and not seen[1]  # no mode that could be a default device
+        return (
+            TorchFunctions(TORCH_FUNCTION_ENABLED if usual else torch_function_state()),
+            DefaultDtype(seen[2]),
+            Autocast(self._looks, seen[3:]),
+            DefaultDevice(None if usual else default_device()),
+        )
+
+    def restore(self, undo: list[Undo]) -> None:
+        """Put it in force; what puts back the state before is added to `undo`, also if this fails."""
+        if self._modes is not None or tuple(map(_ask, self._looks)) != self._seen:
+            restore(self._modes or self._taken_apart(), undo)
+        if self.cpu_state is not None:
+            undo.append(partial(set_cpu_state, swap_cpu_state(self.cpu_state)))
+        if self.parts:
+            restore(self.parts, undo)
+
+    def forward_ended(self) -> None:
+        """Let the parts look again that have to.
+
+        Raises if the forward brought up an accelerator whose random state should have been recorded at its start.
+        """
+        for part in self.parts:
+            if isinstance(part, Watching):
+                part.forward_ended()
+
+
+def _parts(
+    types: tuple[str, ...], devices: Sequence[torch.device], preserve_rng_state: Preserve, arguments: Arguments
 ) -> list[Part]:
-    """The state around a region that is about to run on `tensors`, which are those of `arguments`."""
-    devices = _devices_of(tensors)
-    types = _types_of(devices)
+    """Where an accelerator works, and the generators besides the CPU's."""
     module = accelerator_module(types[0])
-    parts: list[Part] = [Modes(types[0])]
+    parts: list[Part] = []
     if module is not None and is_initialised(module) and torch.accelerator.is_available():
         parts.append(Place(torch.accelerator.current_stream()))
     if preserve_rng_state:
-        parts.append(PreservedCpu())
-        if preserve_rng_state is not True and preserve_rng_state == "all":
+        if preserve_rng_state == "all":
             parts += map(Preserved, others(arguments))
         if devices or module is not None:
             parts += _preserve_accelerators(types, devices)
@@ -115,51 +174,39 @@ def undo_all(steps: list[Undo]) -> None:
         steps.pop()
 
 
-def forward_ended(parts: Sequence[Part]) -> None:
-    """Let the parts look again that have to; they are the last ones.
-
-    Raises if the forward brought up an accelerator whose random state should have been recorded at its start.
-    """
-    if isinstance(parts[-1], Watching):
-        for part in parts:
-            if isinstance(part, Watching):
-                part.forward_ended()
-
-
 # --- Random generators ---
 
 
 def _preserve_accelerators(types: tuple[str, ...], devices: Sequence[torch.device]) -> list[Part]:
-    """The generators of all accelerators that are set up. Parts that have to look again come last."""
+    """The generators of all accelerators that are set up."""
     parts: list[Part] = []
-    look_again: list[Part] = []
     late: list[tuple[str, Any]] = []
     for device_type, module, ready in accelerators(types):
         if ready:
             own, rest = preserve_devices(device_type, module, devices)
             parts += own
             if rest is not None:
-                look_again.append(rest)
+                parts.append(rest)
         else:
             late.append((device_type, module))
     if late:
-        look_again.append(Late(late))
-    return parts + look_again if look_again else parts
+        parts.append(Late(late))
+    return parts
 
 
 # How generators are read and put, together.
 Access = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
-def access_to(parts: Sequence[Part]) -> Access:
+def access_to(ambient: Ambient) -> Access:
     """The generators that a region preserves."""
-    return _together(
-        [
-            (part.source.read, part.source.put) if isinstance(part, Preserved) else (part.read, part.put)
-            for part in parts
-            if isinstance(part, (Preserved, OtherDevices))
-        ]
-    )
+    each: list[Access] = [] if ambient.cpu_state is None else [(get_cpu_state, set_cpu_state)]
+    each += [
+        (part.source.read, part.source.put) if isinstance(part, Preserved) else (part.read, part.put)
+        for part in ambient.parts
+        if isinstance(part, (Preserved, OtherDevices))
+    ]
+    return _together(each)
 
 
 def _together(each: list[Access]) -> Access:
@@ -188,9 +235,9 @@ class RandomState:
         return cls(_together([(source.read, source.put) for source in default_generators(_devices_of(tensors))]))
 
     @classmethod
-    def like(cls, parts: Sequence[Part]) -> RandomState:
+    def like(cls, ambient: Ambient) -> RandomState:
         """Of the generators that a region preserves."""
-        return cls(access_to(parts))
+        return cls(access_to(ambient))
 
     def put(self) -> None:
         self._put(self._state)
@@ -199,55 +246,26 @@ class RandomState:
 # --- Modes ---
 
 
-class Modes:
-    """Whether torch functions are asked, the default device and dtype, and autocast: parts that share one look.
-
-    They are almost always as they were. So they are read together, compared at once, and taken apart only where
-    something differs.
-    """
-
-    __slots__ = ("_parts", "_seen", "_types")
-
-    def __init__(self, device_type: str) -> None:
-        self._types = types = _autocast_types(device_type)
-        self._seen = seen = _look(types)
-        self._parts: list[Part] | None = None if _is_usual(seen) else self._taken_apart()
-
-    def _taken_apart(self) -> list[Part]:
-        usual = _is_usual(self._seen)
-        return [
-            TorchFunctions(TORCH_FUNCTION_ENABLED if usual else torch_function_state()),
-            DefaultDtype(self._seen[2]),
-            Autocast(self._types, self._seen[3:]),
-            DefaultDevice(None if usual else default_device()),
-        ]
-
-    def restore(self) -> Undo | None:
-        # A default device is a torch-function mode: where there are any, their number does not tell.
-        if self._parts is None and _look(self._types) == self._seen:
-            return None
-        undo: list[Undo] = []
-        restore(self._parts or self._taken_apart(), undo)
-        return partial(undo_all, undo)
+# What tells how the modes are: asked one after the other, without a line of Python in between.
+Looks = tuple[Callable[[], Any], ...]
+_ask: Callable[[Callable[[], Any]], Any] = getattr(
+    operator, "call", methodcaller("__call__")
+)  # Python 3.10: the latter
+_LOOKS_ON_CPU: Looks = (
+    torch_function_enabled,
+    function_mode_count,
+    get_default_dtype,
+    is_autocast_cache_enabled,
+    partial(is_autocast_enabled, "cpu"),
+    partial(get_autocast_dtype, "cpu"),
+)
 
 
-def _look(types: tuple[str, ...]) -> tuple[Any, ...]:
-    seen = (
-        torch_function_enabled(),
-        function_mode_count(),
-        get_default_dtype(),
-        is_autocast_cache_enabled(),
-        is_autocast_enabled("cpu"),
-        get_autocast_dtype("cpu"),
-    )
-    if len(types) > 1:
-        return (*seen, is_autocast_enabled(types[1]), get_autocast_dtype(types[1]))
-    return seen
-
-
-def _is_usual(seen: tuple[Any, ...]) -> bool:
-    """Torch functions are asked, and there is no mode that could be a default device."""
-    return seen[0] and not seen[1]
+@cache
+def _looks_at(device_type: str) -> Looks:
+    if device_type == "cpu" or not torch.amp.is_autocast_available(device_type):
+        return _LOOKS_ON_CPU
+    return (*_LOOKS_ON_CPU, partial(is_autocast_enabled, device_type), partial(get_autocast_dtype, device_type))
 
 
 class Autocast:
@@ -257,28 +275,23 @@ class Autocast:
     around it.
     """
 
-    __slots__ = ("_seen", "_types")
+    __slots__ = ("_looks", "_seen")
 
-    def __init__(self, types: tuple[str, ...], seen: tuple[Any, ...]) -> None:
-        self._types = types
+    def __init__(self, looks: Looks, seen: tuple[Any, ...]) -> None:
+        self._looks = looks[3:]
         self._seen = seen
 
     def restore(self) -> Undo | None:
-        if _look(self._types)[3:] == self._seen:
+        if tuple(map(_ask, self._looks)) == self._seen:
             return None
         cache, *each = self._seen
+        types = [look.args[0] for look in self._looks[1::2]]  # type: ignore[attr-defined]
         return _enter(
             [
                 torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache)
-                for kind, enabled, dtype in zip(self._types, each[::2], each[1::2], strict=True)
+                for kind, enabled, dtype in zip(types, each[::2], each[1::2], strict=True)
             ]
         )
-
-
-@cache
-def _autocast_types(device_type: str) -> tuple[str, ...]:
-    has_its_own = device_type != "cpu" and torch.amp.is_autocast_available(device_type)
-    return ("cpu", device_type) if has_its_own else ("cpu",)
 
 
 def _enter(contexts: Sequence[Any]) -> Undo:
@@ -368,10 +381,11 @@ class Place:
 # --- Which accelerator (the drop-in's names) ---
 
 
+_is_cpu: Callable[[Tensor], bool] = attrgetter("is_cpu")
+
+
 def _devices_of(tensors: Sequence[Tensor]) -> list[torch.device]:
     """Where the tensors are that are not on the CPU."""
-    if are_plain(tensors):
-        return [tensor.device for tensor in tensors if not tensor.is_cpu]
     with without_torch_function():
         return [tensor.device for tensor in tensors if not tensor.is_cpu]
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Sequential
 
 from recollect import _errors
-from recollect._ambient import Part, capture
+from recollect._ambient import Ambient
 from recollect._decided import why_not
 from recollect._engine.pinned import is_recomputing
 from recollect._inputs import Arguments, find_tensors, rebuild
@@ -182,7 +182,7 @@ class Sample:
     module: Module
     arguments: Arguments
     shared: frozenset[int]  # identities of tensors among them that live on whatever becomes of the block
-    around: Sequence[Part]
+    around: Ambient
 
     def fresh(self) -> Arguments:
         """Arguments as a step gives them: results of others, which nobody else holds."""
@@ -237,7 +237,7 @@ def take_samples(
 
 def _sample(module: Module, arguments: Arguments, lives_on: Sequence[bool]) -> Sample:
     tensors = find_tensors(*arguments)[0]
-    around = capture(tensors, preserve_rng_state=False, arguments=arguments)
+    around = Ambient(tensors, False, arguments)
     held: dict[int, Tensor] = {id(one): one.detach().requires_grad_(one.requires_grad) for one in tensors}
     shared = {id(held[id(one)]) for one, lives in zip(tensors, lives_on, strict=True) if lives}
     kept: Arguments = rebuild(arguments, Tensor, lambda tensor: held[id(tensor)])

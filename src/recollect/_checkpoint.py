@@ -104,8 +104,8 @@ def checked_options(
 ) -> Options:
     if determinism_check not in DETERMINISM_CHECKS:
         raise _errors.not_one_of("determinism_check", determinism_check, DETERMINISM_CHECKS)
-    is_plain = name is None and policy is None and inputs is None
-    if is_plain and debug is False and early_stop is preserve_rng_state is True:
+    is_default = debug is False and early_stop is preserve_rng_state is True
+    if is_default and policy is None and name is None and inputs is None:
         return _DEFAULTS[determinism_check]
     _check_switches(debug, early_stop, preserve_rng_state)
     return Options(
@@ -186,6 +186,13 @@ def _run(
 ) -> Any:
     if is_dynamo_compiling():
         return run_compiled(function, args, kwargs, options, context_fn)
+    return _run_eagerly(function, args, kwargs, options, context_fn)
+
+
+@never_begin
+def _run_eagerly(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, context_fn: ContextFn
+) -> Any:
     contexts = None
     if context_fn is not noop_context_fn:
         if is_traced_by_autograd() and gives_contexts(context_fn):
@@ -319,18 +326,18 @@ def checkpoint(
         >>> torch.equal(x.grad, x.sin().exp() * x.cos())
         True
     """
+    # By position: by name it would take as long again.
     result: R = run(
         function,
         args,
         kwargs,
-        use_reentrant=use_reentrant,
-        context_fn=context_fn,
-        determinism_check=determinism_check,
-        debug=debug,
-        early_stop=early_stop,
-        preserve_rng_state=preserve_rng_state,
-        policy=policy,
-        stacklevel=3,
+        use_reentrant,
+        context_fn,
+        determinism_check,
+        debug,
+        early_stop,
+        preserve_rng_state,
+        policy,
     )
     return result
 
@@ -340,7 +347,6 @@ def run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
     use_reentrant: bool | None,
     context_fn: ContextFn = noop_context_fn,
     determinism_check: str = "default",
@@ -348,9 +354,8 @@ def run(
     early_stop: bool = True,
     preserve_rng_state: bool | str = True,
     policy: PolicyLike | None = None,
-    stacklevel: int = 2,
 ) -> Any:
-    """`checkpoint` with the function's arguments apart, so that no name is taken from them."""
+    """`checkpoint` with the function's arguments apart, so that no name is taken from them. For functions like it."""
     if is_dynamo_compiling():  # it has one variant, which is as good as either
         if use_reentrant is None or use_reentrant:
             _check_reentrant(kwargs, context_fn, debug, policy)
@@ -362,11 +367,11 @@ def run(
         )
     if not callable(function):
         raise _errors.not_callable("function", function)
-    if use_reentrant is not False and chosen_variant(use_reentrant, stacklevel=stacklevel):
+    if use_reentrant is not False and chosen_variant(use_reentrant, stacklevel=3):
         _check_reentrant(kwargs, context_fn, debug, policy)
         return _run_reentrant(function, args, kwargs, preserve_rng_state)
     options = checked_options(determinism_check, debug, early_stop, preserve_rng_state, None, policy)
-    return _run(function, args, kwargs, options, context_fn)
+    return _run_eagerly(function, args, kwargs, options, context_fn)
 
 
 def verify_again(function: Callable[..., Any] | None = None) -> None:

@@ -38,7 +38,7 @@ class Unequal(NamedTuple):
 
 
 def first_unequal(
-    forward: Recorder, replay: Recorder, alive: Sequence[bool], dtypes: Sequence[torch.dtype]
+    forward: Recorder, replay: Recorder, alive: Sequence[int], dtypes: Sequence[torch.dtype]
 ) -> Unequal | None:
     """The first saved tensor whose values differ, of those that somebody still asks for."""
     count = min(len(forward.saved), len(replay.saved), len(alive))

@@ -85,6 +85,14 @@ def set_cpu_state(state: Tensor) -> None:
         _cpu_generator.set_state(state)
 
 
+def swap_cpu_state(state: Tensor) -> Tensor:
+    """Put the CPU generator there; gives where it stood."""
+    with _torch_lock:
+        around = _cpu_generator.get_state()
+        _cpu_generator.set_state(state)
+    return around
+
+
 _cpu_generator = torch.default_generator
 CPU = Source("the CPU generator", get_cpu_state, set_cpu_state)
 
@@ -248,22 +256,6 @@ class Preserved:
 
     def is_moved(self) -> bool:
         return not _same(self.state, self.source.read())
-
-
-class PreservedCpu(Preserved):
-    """The CPU's: every region has it, so it takes the short way."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        self.source = CPU
-        self.state = get_cpu_state()
-
-    def restore(self) -> Callable[[], object]:
-        with _torch_lock:
-            around = _cpu_generator.get_state()
-            _cpu_generator.set_state(self.state)
-        return partial(set_cpu_state, around)
 
 
 class Watching:

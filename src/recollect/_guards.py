@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -24,7 +25,15 @@ from recollect._digest import copies, overwrite
 from recollect._inputs import versions_of
 from recollect._known import Known
 from recollect._record import Recorder
-from recollect._torch import OperatorMode, own_tensors, parameter_of, put_versions, storage_key, without_torch_function
+from recollect._torch import (
+    PLAIN_TYPES,
+    OperatorMode,
+    own_tensors,
+    parameter_of,
+    put_versions,
+    storage_key,
+    without_torch_function,
+)
 
 Undo = Any
 
@@ -36,10 +45,10 @@ class Training:
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self._modules = modules
-        self._flags = [module.training for module in modules]
+        self._flags = list(map(_training, modules))
 
     def restore(self) -> Undo | None:
-        now = [module.training for module in self._modules]
+        now = list(map(_training, self._modules))
         if now == self._flags:
             return None
         self._put(self._flags)
@@ -48,6 +57,9 @@ class Training:
     def _put(self, flags: list[bool]) -> None:
         for module, flag in zip(self._modules, flags, strict=True):
             module.training = flag
+
+
+_training: Callable[[torch.nn.Module], bool] = attrgetter("training")
 
 
 class _Swapping(threading.local):
@@ -164,73 +176,74 @@ def lasting(record: Recorder, modules: Sequence[torch.nn.Module]) -> list[tuple[
 # --- Weights ---
 
 
+def _base_of(tensor: Tensor) -> Tensor | None:
+    """What a tensor is a view of, without asking a subclass."""
+    if type(tensor) in PLAIN_TYPES:
+        return tensor._base
+    with without_torch_function():
+        return tensor._base
+
+
+def leaf_of(tensor: Tensor) -> Tensor | None:
+    """The leaf that needs grad and that a tensor is, or is a view of."""
+    # A view made without grad is a leaf, with a history: its base counts.
+    base = _base_of(tensor)
+    leaf = tensor if base is None else base
+    if type(leaf) in PLAIN_TYPES:
+        return leaf if leaf.is_leaf and leaf.requires_grad else None
+    with without_torch_function():
+        return leaf if leaf.is_leaf and leaf.requires_grad else None
+
+
 class Leaves:
     """The leaves that a region saved, themselves or as a view, and what else it is known to read from outside."""
 
-    __slots__ = (
-        "_arguments",
-        "_at_home",
-        "_known",
-        "_others",
-        "_versions",
-        "_versions_of_others",
-        "by_slot",
-        "watched",
-    )
+    # Defaults on the class: most of it is there only where a forward was recorded.
+    watched: Sequence[Tensor] = ()  # must not change
+    _versions: Sequence[int] = ()
+    _at_home: Sequence[Tensor | None] = ()  # the parameters that the function reads, where its modules have them
+    _others: Sequence[weakref.ref[Tensor]] = ()
+    _versions_of_others: Sequence[int] = ()
 
-    def __init__(self, arguments: Sequence[Tensor], known: Known) -> None:
-        # Arguments have a guard of their own, and may come back through hooks as other tensors.
-        self._arguments = arguments
+    def __init__(self, known: Known) -> None:
         self._known = known
-        self.by_slot: dict[int, Tensor] = {}
-        self.watched: list[Tensor] = []  # must not change
-        self._versions: list[int] = []
-        self._at_home: list[Tensor | None] = []  # the parameters that the function reads, where its modules have them
-        self._others: list[weakref.ref[Tensor]] = []
-        self._versions_of_others: list[int] = []
+        self.by_slot: dict[int, Tensor] = {}  # with those that are arguments, until the forward has ended
 
-    def saved(self, index: int, tensor: Tensor) -> None:
-        """Take note of a saved tensor that may be a leaf or a view of one."""
-        with without_torch_function():
-            # A view made without grad is a leaf, with a history: its base counts.
-            leaf = tensor if tensor._base is None else tensor._base
-            if leaf.is_leaf and leaf.requires_grad and not self._is_argument(leaf):
-                self.by_slot[index] = leaf
+    def forward_ended(self, tensors: Sequence[Tensor], record: Recorder | None) -> None:
+        """The versions that count are those after the forward: what it changes itself is its own affair.
 
-    def _is_argument(self, leaf: Tensor) -> bool:
-        with without_torch_function():
-            return any(one is leaf or one._base is leaf for one in self._arguments)
-
-    def forward_ended(self, record: Recorder | None) -> None:
-        """The versions that count are those after the forward: what it changes itself is its own affair."""
+        The `tensors` of the arguments have a guard of their own.
+        """
+        arguments = {id(one) for one in tensors} | {id(one._base) for one in tensors}
+        by_slot = self.by_slot
+        if not arguments.isdisjoint(map(id, by_slot.values())):
+            for slot in [slot for slot, leaf in by_slot.items() if id(leaf) in arguments]:
+                del by_slot[slot]
         read: list[Tensor | None] = []
         if record is not None:
             read = [one.tensor() for one in record.reads.values() if one.memory not in record.changed]
-            self.by_slot = {slot: leaf for slot, leaf in self.by_slot.items() if not record.made(leaf)}
+            for slot in [slot for slot, leaf in by_slot.items() if record.made(leaf)]:
+                del by_slot[slot]
         elif self._known.reads:
             read = [reference() for reference in self._known.reads]
-            homes = [(module(), name) for module, name in self._known.homes]
-            self._at_home = [None if module is None else parameter_of(module, name) for module, name in homes]
-        changed = () if record is None else record.changed
-        leaves = {id(leaf): leaf for leaf in self.by_slot.values() if storage_key(leaf) not in changed}
+            self._at_home = self._known.at_home()
+        leaves = {id(leaf): leaf for leaf in by_slot.values()}
+        if record is not None and record.changed:
+            leaves = {key: leaf for key, leaf in leaves.items() if storage_key(leaf) not in record.changed}
         others = {}
         for tensor in read:
-            if tensor is None or self._is_argument(tensor):
+            if tensor is None or id(tensor) in leaves or id(tensor) in arguments:
                 continue
             if tensor.is_leaf and tensor.requires_grad:
                 leaves[id(tensor)] = tensor
             elif not tensor.requires_grad:
                 others[id(tensor)] = tensor
-        self.forget_arguments()
         self.watched = list(leaves.values())
-        # A graph holds its leaves, and nothing else that a function has read: neither may this.
-        self._others = [weakref.ref(tensor) for tensor in others.values()]
-        self._versions_of_others = versions_of(list(others.values()))
         self.note_versions()
-
-    def forget_arguments(self) -> None:
-        """They are not this guard's to keep."""
-        self._arguments = ()
+        if others:
+            # A graph holds its leaves, and nothing else that a function has read: neither may this.
+            self._others = [weakref.ref(tensor) for tensor in others.values()]
+            self._versions_of_others = versions_of(list(others.values()))
 
     def read(self) -> list[Tensor]:
         """All that is watched."""
@@ -241,20 +254,24 @@ class Leaves:
         if self.watched:
             self._versions = versions_of(self.watched)
 
+    def are_as_they_were(self) -> bool:
+        """Whether everything that is watched is in its place and unchanged."""
+        if self.watched and versions_of(self.watched) != self._versions:
+            return False
+        if self._others and self.changed(others=True):
+            return False
+        return not self._at_home or all(map(is_, self._at_home, self._known.at_home()))
+
     def find_change(self) -> Tensor | None:
         """The first saved leaf that was changed in place since."""
-        if not self.watched or versions_of(self.watched) == self._versions:
-            return None
         saved = {id(leaf) for leaf in self.by_slot.values()}
         pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
         return next((leaf for leaf, now, then in pairs if now != then and id(leaf) in saved), None)
 
     def changed(self, *, others: bool) -> set[int]:
         """The identities of what else was changed in place since: read and not saved, `others` than leaves too."""
-        found = set()
-        if self.watched and versions_of(self.watched) != self._versions:
-            pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
-            found |= {id(leaf) for leaf, now, then in pairs if now != then}
+        pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
+        found = {id(leaf) for leaf, now, then in pairs if now != then}
         for reference, then in zip(self._others, self._versions_of_others, strict=True) if others else ():
             tensor = reference()
             if tensor is not None and versions_of((tensor,)) != [then]:
@@ -264,10 +281,7 @@ class Leaves:
     def is_another(self, slot: int, tensor: Tensor) -> bool:
         """Whether a replay saves another leaf than the forward did."""
         leaf = self.by_slot[slot]
-        if tensor is leaf:
-            return False
-        with without_torch_function():
-            return tensor._base is not leaf
+        return tensor is not leaf and _base_of(tensor) is not leaf
 
     def replaced(self) -> tuple[Tensor, Tensor | None] | None:
         """A parameter of a module in whose place another one stands now, and that one."""

@@ -159,9 +159,13 @@ def _rebuild_dataclass(value: Any, leaf: Any, replace: Callable[[Any], Any], mad
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
     """How often each was changed in place; a tensor made in inference mode does not count."""
-    if not PLAIN_TYPES.issuperset(map(type, tensors)):  # as `are_plain`, which would cost another call
-        with without_torch_function():
-            return list(map(version_of, tensors))
+    if PLAIN_TYPES.issuperset(map(type, tensors)):
+        return _plain_versions(tensors)
+    with without_torch_function():
+        return list(map(version_of, tensors))
+
+
+def _plain_versions(tensors: Sequence[Tensor]) -> list[int]:
     try:
         return list(map(_counted_version, tensors))
     except RuntimeError:
@@ -183,27 +187,26 @@ class _Place:
 class Inputs:
     """The arguments of one region call, from its forward to its replays."""
 
-    __slots__ = ("_arguments", "_as_they_are", "_changed", "_hooked", "_originals", "_tensors", "_versions")
+    # Defaults on the class: most calls have tensors and plain values, and no hooks around them.
+    _tensors: list[Tensor] | None = None  # those that stand in the arguments' places, if they were taken out of there
+    _changed: str | None = None
+    _hooked: list[_Hooked] | None = None
 
-    def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], flat: bool, hooks: Hooks | None
-    ) -> None:
-        self._arguments: Arguments = (args, kwargs)
-        self._tensors = tensors  # those that stand in the arguments' places
+    def __init__(self, arguments: Arguments, tensors: list[Tensor], flat: bool, hooks: Hooks | None) -> None:
+        self._arguments = arguments
         self._originals: Sequence[Any] = tensors  # all of them, watched for changes
-        self._versions = versions_of(tensors)
-        self._as_they_are = flat and hooks is None
-        self._changed: str | None = None
-        self._hooked: list[_Hooked] | None = None
-        if not self._as_they_are:
-            self._replace_by_places()
+        # Of tensors of plain types, versions are read without asking again what they are.
+        self._read = read = _plain_versions if PLAIN_TYPES.issuperset(map(type, tensors)) else versions_of
+        self._versions = read(tensors)
+        if not flat or hooks is not None:
+            self._tensors = self._replace_by_places()
         if hooks is not None:
             with torch.no_grad():  # as around autograd's own calls of a pack hook
-                self._hooked = [_Hooked(tensor, hooks) for tensor in self._tensors]
-            self._tensors = []
+                self._hooked = [_Hooked(tensor, hooks) for tensor in self._tensors or ()]
+            self._tensors = None
             self._originals = list(map(weakref.ref, tensors))
 
-    def _replace_by_places(self) -> None:
+    def _replace_by_places(self) -> list[Tensor]:
         """Take the tensors out of the arguments, each object once; what only user objects can reach stays in them."""
         places: dict[int, _Place] = {}
         reached: list[Tensor] = []
@@ -215,16 +218,16 @@ class Inputs:
             return places[id(tensor)]
 
         self._arguments = rebuild(self._arguments, Tensor, place)
-        self._tensors = reached
+        return reached
 
     def forward_ended(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
         """Look whether the region changed what it was given: then let go of it, for no replay can use it.
 
         Letting go matters: an input that the region changed in place holds the region's graph, which holds this.
         """
-        if versions_of(tensors) != self._versions:
+        if self._read(tensors) != self._versions:
             self._changed = _find_change((args, kwargs), tensors, self._versions)
-            self._arguments, self._tensors, self._originals, self._hooked = ((), {}), [], [], None
+            self._arguments, self._tensors, self._originals, self._hooked = ((), {}), None, [], None
 
     def restore(self, region: Callable[[], str]) -> Arguments:
         """The arguments as the forward got them; raises where that is no longer possible (rule 9)."""
@@ -236,8 +239,8 @@ class Inputs:
                 arguments = self._filled([hooked.get() for hooked in self._hooked])
             change = _find_change(arguments, [reference() for reference in self._originals], self._versions)
         else:
-            arguments = self._arguments if self._as_they_are else self._filled(self._tensors)
-            if versions_of(self._originals) != self._versions:
+            arguments = self._arguments if self._tensors is None else self._filled(self._tensors)
+            if self._read(self._originals) != self._versions:
                 change = _find_change(arguments, self._originals, self._versions)
         if change is not None:
             raise _errors.input_changed(region(), change, by_region=False)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import repeat
+from operator import is_not, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any
 
@@ -18,9 +20,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from recollect._inputs import Arguments
-from recollect._torch import in_functional_call, own_tensors, storage_key
+from recollect._torch import in_functional_call, parameter_identities, parameters_at, storage_key
 
 Key = tuple[Any, ...]
+_there: Callable[[weakref.ref[Any]], Any] = methodcaller("__call__")  # what a reference refers to
 _FEW = 100
 
 
@@ -34,11 +37,11 @@ class Known:
         "_is_swapped",
         "_references",
         "_roots",
-        "_tree",
         "homes",
         "is_recorded",
         "looked",
         "reads",
+        "tree",
         "verified",
         "warned",
         "writes",
@@ -50,7 +53,7 @@ class Known:
         tree = {id(one): one for module in modules for one in module.modules()}
         # A method of a whole model says little about what one of its layers calls: then what is called is learnt.
         self._is_large = len(tree) > _FEW
-        self._tree = [weakref.ref(one) for one in (modules if self._is_large else tree.values())]
+        self.tree = [weakref.ref(one) for one in (modules if self._is_large else tree.values())]
         self.verified = False  # whether a replay was compared by value and found equal
         self.looked = 0  # how often it was looked whether it draws random numbers which are not preserved
         self.warned = False  # that it draws random numbers which are not preserved
@@ -66,14 +69,21 @@ class Known:
 
     def modules(self) -> list[Module]:
         """The modules whose mode counts: those that belong to the function, or those that it was seen to call."""
-        return [module for reference in self._tree if (module := reference()) is not None]
+        modules: list[Any] = list(map(_there, self.tree))
+        if all(map(is_not, modules, repeat(None))):
+            return modules
+        return [module for module in modules if module is not None]
+
+    def at_home(self) -> list[Tensor | None]:
+        """The parameters that its modules have now where they had those that it is known to read."""
+        return parameters_at(self.homes)
 
     def is_swapped(self, modules: list[Module], *, putting: bool) -> bool:
         """Whether a module has other parameters than its own now, by `functional_call` or, `putting`, by a replay.
 
         That is looked up only if they are others than in the call before: it takes a while.
         """
-        identities = [id(one) for module in modules for one in own_tensors(module)[0].values()]
+        identities = parameter_identities(modules)
         if identities != self._identities or self._is_large:
             self._identities = identities
             self._is_swapped = putting or in_functional_call()
@@ -91,7 +101,7 @@ class Known:
     def learn(self, reads: list[Tensor], writes: list[tuple[Tensor, bool]], called: list[Module]) -> None:
         """Take over what a recorded forward has shown."""
         before = {id(one) for one in self.modules()}
-        self._tree += [weakref.ref(module) for module in called if id(module) not in before]
+        self.tree += [weakref.ref(module) for module in called if id(module) not in before]
         if self.is_recorded:
             common = {id(tensor) for tensor in reads}
             self.reads = [one for one in self.reads if id(one()) in common]
@@ -142,12 +152,16 @@ def known_of(function: Callable[..., Any], arguments: Arguments, name: str | Non
     owners: list[Any] = []
     code = _code_of(function, owners)
     args, kwargs = arguments
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if type(value) is not Tensor:
+    if kwargs or not _plain.issuperset(map(type, args)):
+        for value in (*args, *kwargs.values()):
             _find_modules(value, owners, _DEPTH)
-    # In training it may do other things than in evaluation.
-    training = owners[0].training if owners and isinstance(owners[0], Module) else None
-    key = (id(code), name, training, *map(id, owners))
+    key: Key
+    if owners:
+        # In training it may do other things than in evaluation.
+        training = owners[0].training if isinstance(owners[0], Module) else None
+        key = (id(code), name, training, *map(id, owners))
+    else:
+        key = (id(code), name)
     known = _everything.get(key)
     return _make(key, code, owners) if known is None else known
 
@@ -163,7 +177,8 @@ def _code_of(function: Any, owners: list[Any]) -> Any:
     """What stands for the code of a function; the modules and the object that it belongs to are added to `owners`."""
     kind = type(function)
     if kind is FunctionType:
-        _find_in_function(function, owners, _DEPTH)
+        if function.__closure__ or function.__defaults__ or function.__kwdefaults__:
+            _find_in_function(function, owners, _DEPTH)
         return function.__code__
     if kind is MethodType:
         owner = function.__self__
@@ -171,6 +186,9 @@ def _code_of(function: Any, owners: list[Any]) -> Any:
         if not isinstance(owner, Module):
             _find_modules(owner, owners, _DEPTH)
         return getattr(function.__func__, "__code__", function.__func__)
+    if isinstance(function, Module):
+        owners.append(function)
+        return kind
     if isinstance(function, functools.partial):
         for value in (*function.args, *function.keywords.values()):
             _find_modules(value, owners, _DEPTH)
@@ -178,11 +196,10 @@ def _code_of(function: Any, owners: list[Any]) -> Any:
     if isinstance(function, type) or kind in _OF_C:
         return function
     wrapped = getattr(function, "__wrapped__", None)
-    if not isinstance(function, Module) and callable(wrapped):
+    if callable(wrapped):
         return _code_of(wrapped, owners)
-    owners.append(function)  # a module, or another object that can be called
-    if not isinstance(function, Module):
-        _find_modules(function, owners, _DEPTH)
+    owners.append(function)  # another object that can be called
+    _find_modules(function, owners, _DEPTH)
     return kind
 
 

@@ -87,7 +87,7 @@ def checkpoint(function: Any = None, *args: Any, **kwargs: Any) -> Any:
     if defaults is None or function is None or not _newer.isdisjoint(kwargs):
         return _torchs_checkpoint(function, *args, **kwargs)
     asked = {name: kwargs.pop(name) for name in _NAMES.intersection(kwargs)}
-    return _checkpoint.run(function, args, kwargs, **defaults.with_asked(asked), stacklevel=3)
+    return _checkpoint.run(function, args, kwargs, **defaults.with_asked(asked))
 
 
 checkpoint.__signature__ = _signature  # type: ignore[attr-defined]  # for those who ask what it takes

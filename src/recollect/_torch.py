@@ -10,6 +10,8 @@ import contextlib
 import functools
 import importlib
 import inspect
+import itertools
+import operator
 import os
 import sys
 import warnings
@@ -64,12 +66,13 @@ set_torch_function_state: Callable[[Any], None] = torch._C._set_torch_function_s
 # Hides a tensor subclass's __torch_function__.
 without_torch_function: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 
+# Of tensors whose attributes can be read without a `__torch_function__` being asked.
 PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
-def are_plain(values: Iterable[Any]) -> bool:
-    """Whether all are tensors, and of no subclass: its `__torch_function__` is asked even when an attribute is read."""
-    return PLAIN_TYPES.issuperset(map(type, values))
+def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether none is of a subclass, whose `__torch_function__` would be asked even when an attribute is read."""
+    return PLAIN_TYPES.issuperset(map(type, tensors))
 
 
 # Have the running backward call something at its end; a backward that fails drops it without a call.
@@ -303,6 +306,24 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
     return module._parameters, module._buffers
 
 
+def parameter_identities(modules: Iterable[torch.nn.Module]) -> list[int]:
+    """The identities of the parameters that some modules have themselves."""
+    return list(map(id, itertools.chain.from_iterable(map(_values, map(_own_parameters, modules)))))
+
+
+_own_parameters = operator.attrgetter("_parameters")
+_values = operator.methodcaller("values")
+
+
+def parameters_at(homes: Iterable[tuple[Callable[[], torch.nn.Module | None], str]]) -> list[torch.Tensor | None]:
+    """What `parameter_of` gives for each module and name; None where the module is gone."""
+    modules = [(module(), name) for module, name in homes]
+    return [
+        None if module is None or name not in module._parameters else module._parameters[name]
+        for module, name in modules
+    ]
+
+
 def parameter_of(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
     """The parameter that a module has under a name, and nothing that it computes: `getattr` runs a parametrization."""
     own = module._parameters  # of a scripted module it is no dict, and has no `get`
@@ -395,13 +416,14 @@ def run_cut_short_hooks(traceback: TracebackType | None) -> None:
     """
     calls = []
     while traceback is not None:
-        if traceback.tb_frame.f_code is _CALL_IMPL:
-            calls.append(traceback.tb_frame)
+        if traceback.tb_frame.f_code is _CALL_IMPL and traceback.tb_lasti not in _WITHOUT_HOOKS:
+            calls.append((traceback.tb_frame, traceback.tb_lasti))
         traceback = traceback.tb_next
-    for frame in reversed(calls):
+    for frame, place in reversed(calls):
         values = frame.f_locals
         done = values.get("called_always_called_hooks")
-        if done is None:  # a module without hooks
+        if done is None:
+            _WITHOUT_HOOKS.add(place)
             continue
         module, args, kwargs, result = values["self"], values["args"], values["kwargs"], values.get("result")
         hooks = [
@@ -424,6 +446,10 @@ def run_cut_short_hooks(traceback: TracebackType | None) -> None:
                 )
             else:
                 result = result if changed is None else changed
+
+
+# Places in `Module._call_impl` where modules without hooks are called: the locals of a frame there need not be read.
+_WITHOUT_HOOKS: set[int] = set()
 
 
 # --- Where user code is ---

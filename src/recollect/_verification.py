@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from recollect import _errors
 from recollect._ambient import Part
 from recollect._differences import Finding, Unequal, explain, first_unequal
 from recollect._generators import Probe
-from recollect._guards import Buffers, Leaves, Reading, Swapped, Training, lasting, name_of, swapping
+from recollect._guards import Buffers, Leaves, Reading, Swapped, Training, lasting, leaf_of, name_of, swapping
 from recollect._inputs import Arguments
 from recollect._known import Known, known_of
 from recollect._optimizers import Steps, stepped_since
@@ -27,110 +27,158 @@ from recollect._record import Recorder
 from recollect._torch import can_be_recorded, level_of_user_code, without_any_torch_function
 
 
+class Inspection(NamedTuple):
+    """What a replay is watched for."""
+
+    recorder: Recorder | None  # if it is to be compared
+    reading: Reading | None  # of what was changed since the forward, if anything was
+    probe: Probe | None  # if it matters whether it draws random numbers
+    put_back: set[int]  # the memory of the buffers that are changed again when it has ended
+
+
 class Verification:
     """The guards of one frame, and its record."""
 
-    __slots__ = (
-        "_check",
-        "_drawn",
-        "_function",
-        "_is_swapped",
-        "_known",
-        "_preserved",
-        "_probe",
-        "_state",
-        "_steps",
-        "leaves",
-        "record",
-    )
+    # Defaults on the class: of most functions there is nothing of it to keep.
+    leaves: Leaves | None = None
+    record: Recorder | None = None
+    state: tuple[Part, ...] = ()  # what is to be put back for a replay
+    probe: Probe | None = None
+    _drawn: Sequence[str] = ()
+    _is_swapped = False
+    _restores_buffers = False
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        known: Known,
-        tensors: Sequence[Tensor],
-        check: str,
-        preserved: bool | str,
-        probe: Probe | None,
-        record: Recorder | None,
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], known: Known, tensors: Sequence[Tensor], options: Any) -> None:
         self._function = function
         self._known = known
-        self._check = check
-        self._preserved = preserved
-        self._probe = probe
+        self._options = options
+        # Have a guard of their own, and may come back through hooks as other tensors.
+        self._arguments = tensors
         self._steps = Steps.count
-        self._drawn: list[str] = []
-        self.leaves = Leaves(tensors, known)
-        self.record = record
-        modules = known.modules()
-        self._state: list[Part] = [Training(modules)] if modules else []
-        self._is_swapped = bool(modules) and known.is_swapped(modules, putting=swapping.replays > 0)
-        if self._is_swapped:
-            self._state.append(Swapped(modules))
-        if known.writes and (record is None or not record.results):
-            buffers = Buffers.of(known)
-            if buffers is not None:
-                self._state.append(buffers)
+        if known.tree:
+            modules = known.modules()
+            self.state = (Training(modules),)
+            self._is_swapped = known.is_swapped(modules, putting=swapping.replays > 0)
+            if self._is_swapped:
+                self.state += (Swapped(modules),)
+
+    def restore(self, buffers: Buffers | None) -> None:
+        """Put buffers back for a replay."""
+        if buffers is not None:
+            self.state += (buffers,)
+            self._restores_buffers = True
+
+    def saved(self, slot: int, tensor: Tensor) -> None:
+        """Take note of a tensor that the forward saved and that may be a leaf or a view of one."""
+        leaf = leaf_of(tensor)
+        if leaf is not None:
+            if self.leaves is None:
+                self.leaves = Leaves(self._known)
+            self.leaves.by_slot[slot] = leaf
 
     def forward_ended(self) -> None:
         """Take note of what the forward has shown."""
-        if self._probe is not None:
-            with without_any_torch_function():
-                self._look_at_generators(self._probe)
-            self._probe = None
+        arguments, self._arguments = self._arguments, ()  # not this guard's to keep
         record = self.record
-        if record is not None and record.results:
-            with without_any_torch_function():
-                self._learn(record)
-        elif self.leaves.by_slot or self._known.reads:
-            with without_any_torch_function():
-                self.leaves.forward_ended(None)
-        else:
-            self.leaves.forget_arguments()
+        if record is None and self.probe is None and self.leaves is None and not self._known.reads:
+            return
+        if self.leaves is None:
+            self.leaves = Leaves(self._known)
+        with without_any_torch_function():
+            if self.probe is not None:
+                self._look_at_generators(self.probe)
+                self.probe = None
+            if record is not None and record.results:
+                self._learn(record, self.leaves, arguments)
+            else:
+                self.leaves.forward_ended(arguments, None)
         if record is not None:
             record.ended()
 
-    def _learn(self, record: Recorder) -> None:
+    def _learn(self, record: Recorder, leaves: Leaves, arguments: Sequence[Tensor]) -> None:
         known = self._known
-        self.leaves.forward_ended(record)
+        leaves.forward_ended(arguments, record)
         record.ended()
         known.learn(
-            self.leaves.read(),
+            leaves.read(),
             lasting(record, known.roots()),
             [module for reference, _ in record.training.values() if (module := reference()) is not None],
         )
-        buffers = Buffers.recorded(record)
-        if buffers is not None:
-            self._state.append(buffers)
+        self.restore(Buffers.recorded(record))
 
     def _look_at_generators(self, probe: Probe) -> None:
-        moved = probe.moved()
-        if self._preserved is not False:
-            self._drawn = [name for name in moved if not probe.is_preserved(name, self._preserved)]
-            return
+        moved, preserved = probe.moved(), self._options.preserve_rng_state
+        if preserved is not False:
+            moved = [name for name in moved if not probe.is_preserved(name, preserved)]
         self._drawn = moved
 
     # --- In a replay ---
 
-    def check(self, region: Callable[[], str]) -> None:
-        """Raise if a weight that the forward saved was changed or replaced since."""
-        changed = self.leaves.find_change()
+    def inspection(self, region: Callable[[], str], *, compares: bool) -> Inspection | None:
+        """What a replay is to be watched for; nearly always nothing.
+
+        Raises if a weight that the forward saved was changed or replaced since.
+        """
+        leaves = self.leaves
+        if (
+            self.record is None
+            and not self._drawn
+            and not self._restores_buffers
+            and Steps.count == self._steps
+            and (leaves is None or leaves.are_as_they_were())
+        ):
+            return None
+        if leaves is not None:
+            self._check(leaves, region)
+        record = self.record if compares else None
+        return Inspection(
+            None if record is None else Recorder(results=record.results, ignored=record.ignored),
+            self._suspects(),
+            self._probe_for_replay(),
+            self._memory_put_back(),
+        )
+
+    def _check(self, leaves: Leaves, region: Callable[[], str]) -> None:
+        changed = leaves.find_change()
         if changed is not None:
             raise self._guarded(_errors.weight_changed(region(), name_of(changed, self._known.roots())))
-        replaced = None if self._is_swapped else self.leaves.replaced()
+        replaced = None if self._is_swapped else leaves.replaced()
         if replaced is not None:
             then, now = (None if one is None else name_of(one, self._known.roots()) for one in replaced)
             raise self._guarded(_errors.weight_replaced(region(), str(then), now))
 
-    def probe(self) -> Probe | None:
+    def _suspects(self) -> Reading | None:
+        """What looks for tensors that were changed since the forward, if there are any, and are read by the replay."""
+        # Where values are compared, they say more than that something was changed.
+        changed = set() if self.leaves is None else self.leaves.changed(others=self.record is None)
+        if Steps.count != self._steps:
+            changed |= stepped_since(self._steps)
+        return Reading(changed) if changed else None
+
+    def _probe_for_replay(self) -> Probe | None:
         """What tells whether a replay draws random numbers anew that the forward drew, if that matters."""
-        matters = self._drawn and self._preserved is False and (self._check == "values" or not self._known.warned)
+        options, known = self._options, self._known
+        matters = self._drawn and options.preserve_rng_state is False
+        matters = matters and (options.determinism_check == "values" or not known.warned)
         return Probe(everything=self.record is not None) if matters else None
 
-    def has_drawn(self, region: str, moved: Sequence[str]) -> None:
+    def _memory_put_back(self) -> set[int]:
+        buffers = [part for part in self.state if isinstance(part, Buffers)]
+        with without_any_torch_function():
+            return {key for part in buffers for key in part.memory()}
+
+    def inspected(self, region: Callable[[], str], inspection: Inspection) -> None:
+        """Raise, or warn, about what was found in a replay that has ended."""
+        if inspection.recorder is not None:
+            inspection.recorder.ended()
+        if inspection.probe is not None and (moved := inspection.probe.moved()):
+            self._has_drawn(region(), moved)
+        if inspection.reading is not None and inspection.reading.found is not None:
+            raise self._reads_what_changed(region(), inspection.reading.found)
+
+    def _has_drawn(self, region: str, moved: Sequence[str]) -> None:
         """The replay drew too: warn, once per function, or raise."""
-        if self._check == "values":
+        if self._options.determinism_check == "values":
             raise self._guarded(_errors.random_numbers_not_preserved(region, moved))
         self._known.warned = True
         warnings.warn(
@@ -140,33 +188,8 @@ class Verification:
             stacklevel=level_of_user_code(),
         )
 
-    def state(self) -> Sequence[Part]:
-        """What is to be put back for a replay."""
-        return self._state
-
-    def memory_put_back(self) -> set[int]:
-        """The memory of the buffers that are changed again when a replay has ended."""
-        buffers = [part for part in self._state if isinstance(part, Buffers)]
-        if not buffers:
-            return _NO_MEMORY
-        with without_any_torch_function():
-            return {key for part in buffers for key in part.memory()}
-
-    def new_record(self) -> Recorder | None:
-        """A recorder for a replay, if it is to be compared."""
-        record = self.record
-        return None if record is None else Recorder(results=record.results, ignored=record.ignored)
-
-    def suspects(self) -> Reading | None:
-        """What looks for tensors that were changed since the forward, if there are any, and are read by the replay."""
-        # Where values are compared, they say more than that something was changed.
-        changed = self.leaves.changed(others=self.record is None)
-        if Steps.count != self._steps:
-            changed |= stepped_since(self._steps)
-        return Reading(changed) if changed else None
-
-    def reads_what_changed(self, region: str, tensor: Tensor) -> _errors.CheckpointError:
-        """The error for what `suspects` found."""
+    def _reads_what_changed(self, region: str, tensor: Tensor) -> _errors.CheckpointError:
+        """The error for what `reading` found."""
         name = name_of(tensor, self._known.roots())
         stepped = Steps.count != self._steps and id(tensor) in stepped_since(self._steps)
         return self._guarded((_errors.weight_stepped if stepped else _errors.weight_changed)(region, name))
@@ -176,17 +199,18 @@ class Verification:
 
         What a function makes itself, and makes anew in every run, is gone by then.
         """
-        for slot, reference in strangers:
+        leaves = self.leaves
+        for slot, reference in strangers if leaves is not None else ():
             now = reference()
-            if now is not None:
-                then = name_of(self.leaves.by_slot[slot], self._known.roots())
+            if now is not None and leaves is not None:
+                then = name_of(leaves.by_slot[slot], self._known.roots())
                 raise self._guarded(_errors.another_leaf(region, slot, then, _errors.describe_tensor(now)))
 
     def _guarded(self, error: _errors.CheckpointError) -> _errors.CheckpointError:
         error.where = _errors.place_of(self._function)
         return error
 
-    def replay_ended(self, record: Recorder, alive: Sequence[bool], dtypes: Sequence[torch.dtype]) -> Unequal | None:
+    def replay_ended(self, record: Recorder, alive: Sequence[int], dtypes: Sequence[torch.dtype]) -> Unequal | None:
         """The first saved tensor whose values differ. If there is none, the function counts as verified."""
         if self.record is None:
             return None
@@ -205,12 +229,11 @@ class Verification:
             slot,
             modules=self._known.roots(),
             drawn=self._drawn,
-            preserves_all=self._preserved == "all",
+            preserves_all=self._options.preserve_rng_state == "all",
             stopped=stopped,
         )
 
 
-_NO_MEMORY: set[int] = set()
 # How often it is looked whether a function draws random numbers that are not preserved: that takes a while.
 _LOOKS = 3
 
@@ -220,7 +243,6 @@ def begin(
     arguments: Arguments,
     tensors: Sequence[Tensor],
     options: Any,
-    *,
     following: bool,
 ) -> Verification | None:
     """Guards and a record for a forward that is about to begin; None if the user wants no checks."""
@@ -228,16 +250,28 @@ def begin(
     if check == "none":
         return None
     known = known_of(function, arguments, options.name)
-    record, probe = None, None
+    verification = Verification(function, known, tensors, options)
+    if not options.is_plain:
+        _look_closer(verification, known, arguments, options, following=following)
+    if known.writes and (verification.record is None or not verification.record.results):
+        verification.restore(Buffers.of(known))
+    return verification
+
+
+def _look_closer(
+    verification: Verification, known: Known, arguments: Arguments, options: Any, *, following: bool
+) -> None:
+    """Have a forward recorded that is to be compared, and looked at where it may draw what is not preserved."""
+    check = options.determinism_check
     compares = check == "values" or (check == "first" and not known.verified)
     looks = options.preserve_rng_state is False and (check == "values" or known.looked < _LOOKS)
     # What runs within a replay of a region around it has been recorded before, or is about to be forgotten.
-    if (compares or looks) and not following and can_be_recorded():
-        with without_any_torch_function():
-            closely = compares and not known.verified
-            if compares:
-                record = Recorder(results=closely, ignored=frozenset() if closely else known.only_written())
-            if closely or looks:
-                known.looked += 1
-                probe = Probe(everything=closely, arguments=arguments)
-    return Verification(function, known, tensors, check, options.preserve_rng_state, probe, record)
+    if following or not (compares or looks) or not can_be_recorded():
+        return
+    with without_any_torch_function():
+        closely = compares and not known.verified
+        if compares:
+            verification.record = Recorder(results=closely, ignored=frozenset() if closely else known.only_written())
+        if closely or looks:
+            known.looked += 1
+            verification.probe = Probe(everything=closely, arguments=arguments)

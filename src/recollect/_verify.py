@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, eq
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from recollect import _errors
 from recollect._errors import Signature
 from recollect._torch import (
+    PLAIN_TYPES,
     OperatorMode,
     called_module,
     is_library_file,
@@ -33,29 +34,36 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-_plain_signature: Callable[[Tensor], Signature] = attrgetter("shape", "dtype", "device")
+# Of a tensor of a plain type. A nested one of strided layout has no shape: RuntimeError.
+plain_signature: Callable[[Tensor], Signature] = attrgetter("shape", "dtype", "device")
 
 
 def signature(tensor: Tensor) -> Signature:
     """Shape, dtype and device, read without waking a subclass's `__torch_function__`."""
-    if type(tensor) is Tensor:
+    if type(tensor) in PLAIN_TYPES:
         try:
-            return _plain_signature(tensor)
-        except RuntimeError:  # a nested tensor of strided layout has no shape
+            return plain_signature(tensor)
+        except RuntimeError:
             pass
     with without_torch_function():
         shape = nested_sizes(tensor) if tensor.is_nested else tensor.shape
         return (shape, tensor.dtype, tensor.device)
 
 
-def signatures_of(tensors: Sequence[Tensor | None]) -> list[Signature | None]:
-    """The signature of each, None for None: in one go, which is cheaper than one by one between operators."""
-    if set(map(type, tensors)) == {Tensor}:
+Mismatch = tuple[int, Signature, Signature]  # place, expected and found
+
+
+def find_mismatches(tensors: Sequence[Tensor | None], signatures: Sequence[Signature]) -> Sequence[Mismatch]:
+    """Where tensors do not have the signatures that they should have. None has any."""
+    if PLAIN_TYPES.issuperset(map(type, tensors)):
         try:
-            return list(map(_plain_signature, tensors))  # type: ignore[arg-type]
+            # In one go, which is cheaper than one by one.
+            if all(map(eq, map(plain_signature, tensors), signatures)):  # type: ignore[arg-type]
+                return ()
         except RuntimeError:
             pass
-    return [None if tensor is None else signature(tensor) for tensor in tensors]
+    pairs = enumerate(zip(tensors, signatures, strict=False))
+    return [(i, then, now) for i, (one, then) in pairs if one is not None and (now := signature(one)) != then]
 
 
 class Operator(NamedTuple):

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from recollect import _errors
-from recollect._ambient import restore, undo_all
+from recollect._ambient import undo_all
 from recollect._bench import BACKWARD, FORWARD, Bench, Mark
 from recollect._calls import Call, Sample, find_blocks, take_samples, watch_calls
 from recollect._candidates import Candidate, candidates, look_at
@@ -317,7 +317,7 @@ class _Alone:
         """What the block gives that has a gradient."""
         args, kwargs = self._sample.fresh()
         undo: list[Any] = []
-        restore(self._sample.around, undo)
+        self._sample.around.restore(undo)
         try:
             result = self._sample.module(*args, **kwargs)
         finally:

@@ -39,6 +39,7 @@ from recollect._torch import (
     call_of_hook,
     called_module,
     pop_hooks,
+    pop_hooks_of,
     push_hooks,
     pushed_hooks,
     remove_hooks_of,
@@ -199,11 +200,11 @@ def take_off(pack: object) -> None:
     After an interrupt they may not have been pushed.
     """
     hooks = pushed_hooks()
-    if hooks is None or hooks[0] is not pack:
-        innermost()
-        hooks = pushed_hooks()
     if hooks is not None and hooks[0] is pack:
         pop_hooks()
+    else:
+        innermost()
+        pop_hooks_of(pack)
 
 
 def end_of_call(hook_caller: FrameType, error: BaseException | None) -> None:

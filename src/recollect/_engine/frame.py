@@ -33,23 +33,25 @@ import sys
 import threading
 import weakref
 from _thread import RLock  # threading.RLock is a Python function around it
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from recollect import _ambient, _errors, _verification
+from recollect import _errors
+from recollect._ambient import Ambient
 from recollect._engine.calls import innermost, take_off
 from recollect._engine.replay import Replay, describe_difference, run_replay
 from recollect._engine.scope import Scope, Watch, here
 from recollect._engine.selective import forward_mode, takes_a_mode, tell_if_useless
 from recollect._errors import Signature
-from recollect._inputs import Inputs, find_tensors
+from recollect._inputs import Arguments, Inputs, find_tensors
 from recollect._kept import Slot, hooks_into
 from recollect._stores.chosen import store_of
 from recollect._torch import (
-    Hooks,
+    PLAIN_TYPES,
     at_end_of_pass,
     current_group,
     current_node,
@@ -58,8 +60,8 @@ from recollect._torch import (
     reads_once,
     top_hooks,
 )
-from recollect._verification import Verification
-from recollect._verify import OperatorTrace, call_site, signature, traces_start_here
+from recollect._verification import begin
+from recollect._verify import OperatorTrace, call_site, plain_signature, signature, traces_start_here
 from recollect.policy import Offload, Policy
 
 
@@ -74,6 +76,16 @@ class Options:
     name: str | None = None
     policy: Policy | None = None
     inputs: Offload | None = None
+    # Said once, because every region asks: whether nothing is to be entered around the function, and whether nothing
+    # was chosen that asks for more than guards.
+    is_bare: bool = field(init=False, repr=False, compare=False)
+    is_plain: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        is_bare = self.policy is None and not self.debug
+        is_plain = is_bare and self.determinism_check == "default" and self.preserve_rng_state is not False
+        object.__setattr__(self, "is_bare", is_bare)
+        object.__setattr__(self, "is_plain", is_plain)
 
 
 # Seconds. Long, because two replays at once share the random generators: it is to end a deadlock, not to save time.
@@ -83,64 +95,50 @@ _PATIENCE = 60.0
 class Frame:
     """What one call of a checkpointed function owns."""
 
-    __slots__ = (
-        "__weakref__",
-        "_lock",
-        "ambient",
-        "around",
-        "differentiated",
-        "end",
-        "finished",
-        "function",
-        "inputs",
-        "journal",
-        "kept_outputs",
-        "kept_regions",
-        "options",
-        "path",
-        "replay_context",
-        "replays",
-        "signatures",
-        "slots",
-        "start",
-        "trace",
-        "verification",
-    )
+    # Defaults on the class: there is one of these per region, and few regions need any of it.
+    finished = False  # whether the forward has come to its end
+    # Where this region's decisions stand in the journal: see scope.py.
+    start = 0
+    end = 0
+    differentiated = False  # whether a backward inside the function came by
+    trace: OperatorTrace | None = None
+    # Of operators, by place in the journal: see selective.py.
+    kept_outputs: dict[int, dict[Any, list[Any]]] | None = None
+    kept_regions: Any = None  # named ones: see kept_region.py
 
     def __init__(
         self,
         function: Callable[..., Any],
-        inputs: Inputs,
-        ambient: Sequence[_ambient.Part],
+        arguments: Arguments,
+        tensors: list[Tensor],
+        flat: bool,
         options: Options,
         replay_context: contextlib.AbstractContextManager[Any] | None,
-        around: Hooks | None,
-        scope: Scope | None,
+        outer: Scope | None,
         path: str,
-        verification: Verification | None,
     ) -> None:
         self.function = function
-        self.verification = verification
-        self.inputs = inputs
-        self.ambient = ambient
         self.options = options
         self.replay_context = replay_context
+        self.path = path  # of the named regions around the function, where its policy was handed down to it
+        self.verification = begin(function, arguments, tensors, options, outer is not None and outer.following)
+        self.ambient = Ambient(tensors, options.preserve_rng_state, arguments)
+        self.around = hooks = top_hooks()  # the saved-tensor hooks around the region
+        if hooks is None and options.inputs is not None:
+            hooks = hooks_into(store_of(options.inputs), _inputs_are_checked)
+        self.inputs = Inputs(arguments, tensors, flat, hooks)
         self.slots: list[Slot] = []
         self.signatures: list[Signature] = []
-        self.finished = False
-        self.trace = OperatorTrace() if options.debug else None
         self.replays: dict[object, Replay] = {}
         self._lock = RLock()
-        self.around = around  # the saved-tensor hooks around the region
-        self.path = path  # of the named regions around the function, where its policy was handed down to it
-        # Of operators, by place in the journal: see selective.py.
-        self.kept_outputs: dict[int, dict[Any, list[Any]]] | None = None
-        self.kept_regions: Any = None  # named ones: see kept_region.py
-        # Where this region's decisions stand: see scope.py.
-        self.journal: list[Any] = [] if scope is None else scope.frame.journal
-        self.start: int = 0 if scope is None else scope.position
-        self.end = self.start
-        self.differentiated = False  # whether a backward inside the function came by
+        self.journal: list[Any]
+        if outer is None:
+            self.journal = []
+        else:
+            self.journal = outer.frame.journal
+            self.end = self.start = outer.position
+        if options.debug:
+            self.trace = OperatorTrace()
 
     def region(self) -> str:
         """How messages name it."""
@@ -156,9 +154,10 @@ class Frame:
         Or `once_more` for this slot alone, as for an access outside of any backward.
         """
         task = -1 if once_more else graph_task_id()
-        self.differentiated |= not self.finished
+        if not self.finished:
+            self.differentiated = True
         # A backward inside the function may need the very thread that waits here: after a while, replay beside it.
-        locked = self._lock.acquire(timeout=_PATIENCE)
+        locked = self._lock.acquire(True, _PATIENCE)
         try:
             if task < 0:
                 return self._replay_outside(slot)
@@ -167,8 +166,8 @@ class Frame:
                 return replay
             group = current_group()
             if group is None:
-                replay = self._replay()
-                at_end_of_pass(_EndOfPass(self, replay))
+                replay = run_replay(self, self.inputs.restore(self.region))
+                at_end_of_pass(_EndOfPass(self.replays, replay))
             else:
                 replay = self._replay_in_group(group, slot)
             self.replays[task] = replay
@@ -180,11 +179,10 @@ class Frame:
     def _replay_in_group(self, group: Any, slot: Slot) -> Replay:
         replay = self.replays.get(weakref.ref(group))
         if replay is None or len(replay.tensors) <= slot:
-            replay = self._replay()
+            replay = run_replay(self, self.inputs.restore(self.region))
             replay.grouped = True
-            end = _EndOfPass(self, replay)
             self.replays.pop(weakref.ref(group), None)  # or an equal key of an earlier replay would stay
-            self.replays[weakref.ref(group, lambda _: end())] = replay
+            self.replays[weakref.ref(group, partial(_group_ended, weakref.ref(self), replay))] = replay
         return replay
 
     def _replay_outside(self, slot: Slot) -> Replay:
@@ -199,7 +197,7 @@ class Frame:
         replay = self.replays.get(access)
         if replay is None:
             replay = self.replays[access] = self._replay_for_access(access)
-            access.ends.append(_EndOfPass(self, replay))
+            access.ends.append(_EndOfPass(self.replays, replay))
         return replay
 
     def _replay_for_access(self, access: _Access, only: Slot | None = None) -> Replay:
@@ -211,15 +209,23 @@ class Frame:
         finally:
             _outside.access = before
 
-    def _replay(self) -> Replay:
-        return run_replay(self, self.inputs.restore(self.region))
+    def _recover_again(self, slot: Slot, replay: Replay) -> tuple[Replay, Tensor]:
+        """For a slot whose tensor has been handed over in this pass."""
+        if not replay.grouped and reads_once(current_node()):
+            # Two nodes own it. A change of a view stands in the graph as a change of its base, and if the view is
+            # gone, a double backward comes by the change itself too.
+            replay = self.replay_for(slot, once_more=True)
+            tensor = replay.tensors[slot]
+            if tensor is not None:
+                return replay, tensor
+        error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
+        raise error(self.region(), slot, describe_difference(self, replay), call_site(sys._getframe()))
 
-    def forget(self, replay: Replay) -> None:
-        """Drop what `replay` recovered and nobody took."""
-        replay.tensors.clear()
-        for key, value in list(self.replays.items()):
-            if value is replay:
-                del self.replays[key]
+    def _changed_since(self, slot: Slot, replay: Replay, tensor: Tensor) -> Exception:
+        details = describe_difference(self, replay)
+        record = None if self.verification is None else self.verification.record
+        change = None if record is None else record.change_of(slot)
+        return _errors.saved_tensor_changed(self.region(), slot, tensor, current_node(), details, change)
 
 
 class _Access:
@@ -244,21 +250,35 @@ class _Outside(threading.local):
 _outside = _Outside()
 
 
+def _forget(replays: dict[object, Replay], replay: Replay) -> None:
+    """Drop what a replay recovered and nobody took."""
+    replay.tensors.clear()
+    for key, value in list(replays.items()):
+        if value is replay:
+            del replays[key]
+
+
+def _group_ended(frame: weakref.ref[Frame], replay: Replay, _: object) -> None:
+    there = frame()
+    if there is not None:
+        _forget(there.replays, replay)
+
+
 class _EndOfPass:
-    """Ends a pass for one frame: when autograd or a group calls it, or when they are gone without having called it."""
+    """Ends a pass for one frame: when autograd calls it, or when that is gone without having called it."""
 
-    __slots__ = ("_frame", "_replay")
+    _replays: dict[object, Replay] | None = None  # also if __init__ was interrupted
 
-    def __init__(self, frame: Frame, replay: Replay) -> None:
-        self._frame: weakref.ref[Frame] | None = weakref.ref(frame)
+    def __init__(self, replays: dict[object, Replay], replay: Replay) -> None:
         self._replay = replay
+        self._replays = replays
 
     def __call__(self) -> None:
-        reference = getattr(self, "_frame", None)  # an interrupted __init__ leaves none
-        frame = reference() if reference is not None else None
-        self._frame = None
-        if frame is not None:
-            frame.forget(self._replay)
+        replays = self._replays
+        if replays is None:
+            return
+        self._replays = None
+        _forget(replays, self._replay)
 
     __del__ = __call__
 
@@ -273,23 +293,19 @@ def run_region(
     watch: Watch | None = None,
 ) -> Any:
     """Call `function` as a region: what autograd saves in it becomes slots of a new frame."""
-    context, replay_context = _NO_CONTEXTS if contexts is None else contexts
-    scope, tensors = prepare(function, args, kwargs, options, replay_context, path, watch)
+    scope, tensors = prepare(function, args, kwargs, options, None if contexts is None else contexts[1], path, watch)
     succeeded = False
     try:
         here.scope = scope
         push_hooks(scope.pack, scope.unpack)
-        if context is None and scope.is_bare:
+        if contexts is None and scope.is_bare:
             result = function(*args, **kwargs)
         else:
-            result = _call_in_contexts(scope, args, kwargs, context)
+            result = _call_in_contexts(scope, args, kwargs, None if contexts is None else contexts[0])
         succeeded = True
     finally:
         forward_ended(scope, args, kwargs, tensors, succeeded)
     return result
-
-
-_NO_CONTEXTS = (None, None)
 
 
 def prepare(
@@ -309,74 +325,64 @@ def prepare(
     outer = here.scope
     if outer is not None and outer.opened is not None:
         outer = innermost()
-    following = outer is not None and outer.following
-    arguments = args, kwargs
-    verification = _verification.begin(function, arguments, tensors, options, following=following)
-    ambient = _ambient.capture(tensors, preserve_rng_state=options.preserve_rng_state, arguments=arguments)
-    hooks = top_hooks()
-    taken_by = hooks
-    if options.inputs is not None and hooks is None:
-        taken_by = hooks_into(store_of(options.inputs), _inputs_are_checked)
-    inputs = Inputs(args, kwargs, tensors, flat, taken_by)
-    frame = Frame(function, inputs, ambient, options, replay_context, hooks, outer, path, verification)
-    signatures, slots, replays = frame.signatures, frame.slots, frame.replays
-    leaves = None if verification is None else verification.leaves
-    record = None if verification is None else verification.record
+    frame = Frame(function, (args, kwargs), tensors, flat, options, replay_context, outer, path)
+    signatures, slots, replays, verification = frame.signatures, frame.slots, frame.replays, frame.verification
+    arguments = set(map(id, tensors))
 
     last: Any = None
 
     def pack(tensor: Tensor) -> Slot:
         nonlocal last
-        now = signature(tensor)
+        is_plain = type(tensor) in PLAIN_TYPES
+        try:
+            now = plain_signature(tensor) if is_plain else signature(tensor)
+        except RuntimeError:
+            now = signature(tensor)
         # Equal neighbours share one signature: less for the garbage collector to look at.
         if now != last:
             last = now
         signatures.append(last)
         slot = Slot(len(slots))
         slots.append(slot)
-        if leaves is not None and (
-            type(tensor) is not Tensor or tensor._base is not None or (tensor.requires_grad and tensor.is_leaf)
+        # Nearly all are neither leaves nor views.
+        if verification is not None and (
+            not is_plain
+            or tensor._base is not None
+            or (tensor.is_leaf and tensor.requires_grad and id(tensor) not in arguments)
         ):
-            leaves.saved(slot, tensor)
+            verification.saved(slot, tensor)
         return slot
 
     def unpack(slot: Slot) -> Tensor:
         replay = replays.get(graph_task_id())
         if replay is None or len(replay.tensors) <= slot:
             replay = frame.replay_for(slot)
-        tensors = replay.tensors
-        tensor = tensors[slot]
+        tensor = replay.tensors[slot]
         if tensor is None:
-            if not replay.grouped and reads_once(current_node()):
-                # Two nodes own it. A change of a view stands in the graph as a change of its base, and if the view is
-                # gone, a double backward comes by the change itself too.
-                replay = frame.replay_for(slot, once_more=True)
-                tensors = replay.tensors
-                tensor = tensors[slot]
-            if tensor is None:
-                error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
-                raise error(frame.region(), slot, describe_difference(frame, replay), call_site(sys._getframe()))
-        tensors[slot] = None
+            replay, tensor = frame._recover_again(slot, replay)
+        replay.tensors[slot] = None
         try:
             version = tensor._version
         except RuntimeError:
             version = 0
         if version and version != replay.versions.get(slot, 0) and version != getattr(tensor, "expected_version", 0):
-            details = describe_difference(frame, replay)
-            change = None if record is None else record.change_of(slot)
-            raise _errors.saved_tensor_changed(frame.region(), slot, tensor, current_node(), details, change)
+            raise frame._changed_since(slot, replay, tensor)
         return tensor
 
-    scope = Scope(frame, pack, slots.__len__, outer, watch=watch)
+    scope = Scope(frame, pack, slots.__len__, outer)
     scope.unpack = unpack
-    looks_on = any(one is not None for one in (record, frame.trace, scope.watch))
-    scope.is_bare = not looks_on and not takes_a_mode(options.policy)
+    if watch is not None:
+        scope.watch = watch
     if scope.watch is not None:
         scope.pack = _watched(pack, scope.watch)
-    scope.trace = frame.trace
-    if record is not None:
-        scope.recorder = record
-        scope.pack = record.saving(scope.pack)
+    if not options.is_plain:
+        scope.trace = frame.trace
+        record = None if verification is None else verification.record
+        if record is not None:
+            scope.recorder = record
+            scope.pack = record.saving(scope.pack)
+        looks_on = any(one is not None for one in (record, frame.trace, scope.watch))
+        scope.is_bare = not looks_on and not takes_a_mode(options.policy)
     return scope, tensors
 
 
@@ -388,16 +394,17 @@ def forward_ended(
     scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], succeeded: bool
 ) -> None:
     """Take a region's hooks and scope off again, however its function has ended, and note what that has shown."""
+    frame, outer = scope.frame, scope.around
     take_off(scope.pack)
-    here.scope = outer = scope.around
+    here.scope = outer
     if outer is not None:
         outer.position = scope.position
-    frame = scope.frame
     frame.inputs.forward_ended(args, kwargs, tensors)
     if succeeded:
         frame.finished = True
         frame.end = scope.position
-        _ambient.forward_ended(frame.ambient)
+        if frame.ambient.parts:
+            frame.ambient.forward_ended()
         if frame.verification is not None:
             frame.verification.forward_ended()
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect import _ambient, _errors
+from recollect import _errors
+from recollect._ambient import Ambient, Undo, undo_all
 from recollect._engine.scope import here
 from recollect._inputs import find_tensors
 from recollect._torch import (
@@ -58,7 +59,7 @@ class CheckpointFunction(torch.autograd.Function):
         ctx.function = function
         everywhere, _ = find_tensors(args, {})
         preserve = preserve_rng_state if preserve_rng_state == "all" else bool(preserve_rng_state)
-        ctx.ambient = _ambient.capture(everywhere, preserve_rng_state=preserve, arguments=(args, {}))
+        ctx.ambient = Ambient(everywhere, preserve, (args, {}))
         ctx.others = tuple(None if isinstance(value, Tensor) else value for value in args)
         ctx.places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
         ctx.save_for_backward(*tensors)
@@ -67,7 +68,7 @@ class CheckpointFunction(torch.autograd.Function):
             result = function(*args)  # an autograd Function's forward runs without grad
         finally:
             here.reentrant = outside
-        _ambient.forward_ended(ctx.ambient)
+        ctx.ambient.forward_ended()
         return result
 
     @staticmethod
@@ -81,16 +82,16 @@ class CheckpointFunction(torch.autograd.Function):
         detached = detach_variable(tuple(values))
         grad_was_enabled = torch.is_grad_enabled()
         outside = here.reentrant
-        undo: list[_ambient.Undo] = []
+        undo: list[Undo] = []
         try:
-            _ambient.restore(ctx.ambient, undo)
+            ctx.ambient.restore(undo)
             set_grad_enabled(True)
             here.reentrant = "replay"
             result = ctx.function(*detached)
         finally:
             here.reentrant = outside
             set_grad_enabled(grad_was_enabled)
-            _ambient.undo_all(undo)
+            undo_all(undo)
         results = (result,) if isinstance(result, Tensor) else result
         if len(results) != len(grads):
             raise _errors.different_outputs(_errors.describe_function(ctx.function), len(grads), len(results))

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,6 @@ from recollect._digest import copies
 from recollect._engine.calls import ModuleFunction, call_for_replay, take_off
 from recollect._engine.scope import Scope, here
 from recollect._engine.selective import let_go, replay_mode
-from recollect._errors import Signature
 from recollect._inputs import Arguments, by_hand
 from recollect._kept import Slot
 from recollect._torch import (
@@ -61,203 +60,253 @@ from recollect._torch import (
     storage_key,
     version_of,
 )
-from recollect._verify import OperatorTrace, first_difference, signatures_of, traces_start_here
+from recollect._verify import Mismatch, OperatorTrace, find_mismatches, first_difference, traces_start_here
 
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame
-    from recollect._guards import Reading
+    from recollect._guards import Leaves, Reading
+    from recollect._record import Recorder
+    from recollect._verification import Inspection
 
 
-def find_alive(slots: list[Slot]) -> list[bool]:
+def find_alive(slots: list[Slot]) -> bytes:
     """For each slot whether somebody holds it besides the list."""
-    return [count > _ONLY_IN_THE_LIST for count in map(getrefcount, slots)]
+    return bytes(map(_is_held, map(getrefcount, slots)))
 
 
-_ONLY_IN_THE_LIST = next(map(getrefcount, [Slot(0)]))
+_is_held: Callable[[int], bool] = next(map(getrefcount, [Slot(0)])).__lt__
 
 
 class Stop(BaseException):
     """Everything that is still needed has been recovered. A new object each time: its traceback holds frames."""
 
 
-class Replay:
-    """What one replay recovered, for one pass. A tensor is None once handed over, and where its slot was dead."""
-
-    __slots__ = ("grouped", "stopped", "tensors", "trace", "versions")
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor | None] = []
-        self.versions: dict[int, int] = {}  # of each tensor when it was saved, where it was not 0
-        self.trace: OperatorTrace | None = None
-        self.stopped = False  # before the function had come to its end
-        self.grouped = False  # for the pass of a group rather than of one backward
-
-
 _RUNNING, _STOP_IS_DUE, _COMPLETE = range(3)
 
 
-def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> Replay:
-    """Run the function on `arguments` and recover the tensors of the slots that are alive, or of `only` that one."""
-    replay = Replay()
-    tensors, versions = replay.tensors, replay.versions
-    slots, signatures, options = frame.slots, frame.signatures, frame.options
-    known = len(slots)
-    alive = find_alive(slots) if only is None else [slot == only for slot in slots]
-    last = known - 1 - alive[::-1].index(True)  # the slot that is asked for is alive
-    # Rule 6: inside an unfinished forward the number of slots is not final, and what lies beyond them is none of this
-    # replay's concern.
-    finished = frame.finished
-    early_stop = options.early_stop or only is not None or not finished
+class Replay:
+    """One replay, for one pass: how far its run has come, and what it recovered."""
 
-    trace = replay.trace = OperatorTrace() if frame.trace is not None else None
-    verification = frame.verification if finished else None
-    recorder = reading = leaves = probe = None
-    guarded: Container[int] = ()
-    put_back: Container[int] = ()
-    strangers: list[tuple[int, weakref.ref[Tensor]]] = []  # what stands where the forward saved another leaf
-    if verification is not None:
-        verification.check(frame.region)
-        leaves = verification.leaves
-        guarded = leaves.by_slot
-        reading = verification.suspects()
-        put_back = verification.memory_put_back()
-        probe = verification.probe()
-        if only is None:
-            recorder = verification.new_record()
+    # Defaults on the class: most of them are never set.
+    trace: OperatorTrace | None = None
+    grouped = False  # for the pass of a group rather than of one backward
     state = _RUNNING
     stop: Stop | None = None
-    surplus = 0
+    surplus = 0  # how many tensors were packed after the last that is needed
     unfilled = -1  # the last tensor that may be unfilled memory
     operator = -1  # autograd's number for the operator that packed it, or that the stop is waiting for
+    reading: Reading | None = None
+    leaves: Leaves | None = None
+    # What stands where the forward saved another leaf.
+    strangers: tuple[tuple[int, weakref.ref[Tensor]], ...] = ()
 
-    def pack(tensor: Tensor) -> Tensor:
-        nonlocal unfilled, operator
-        index = len(tensors)
-        if index in guarded and leaves is not None and leaves.is_another(index, tensor):
-            strangers.append((index, weakref.ref(tensor if tensor._base is None else tensor._base)))
+    def __init__(self, frame: Frame, only: Slot | None) -> None:
+        self.tensors: list[Tensor | None] = []  # None once handed over, and where the slot was dead
+        self.versions: dict[int, int] = {}  # of each tensor when it was saved, where it was not 0
+        self.slots = slots = frame.slots
+        self.signatures = frame.signatures
+        self.only = only
+        self.alive = alive = find_alive(slots) if only is None else bytes(slot == only for slot in slots)
+        self.last = last = alive.rindex(1)  # the slot that is asked for is alive
+        # Rule 6: inside an unfinished forward the number of slots is not final, and what lies beyond them is none of
+        # this replay's concern.
+        self.stops_early = frame.options.early_stop or only is not None or not frame.finished
+        self.special = {last - 1, last, last + 1}  # the numbers of the tensors for which there is more to do
+        if 0 in alive:
+            self.special.update(index for index, one in enumerate(alive) if not one)
+
+    @property
+    def stopped(self) -> bool:
+        """Before the function had come to its end."""
+        return self.state == _COMPLETE
+
+    def packed(self) -> int:
+        """How many tensors the function has packed so far."""
+        return len(self.tensors) + self.surplus
+
+    def watch(self, leaves: Leaves) -> None:
+        """See that the replay saves the same leaves."""
+        self.leaves = leaves
+        self.special.update(leaves.by_slot)
+
+    def pack(self, index: int, tensor: Tensor) -> Tensor:
+        """Do all that may have to be done when a tensor is packed."""
+        leaves, last = self.leaves, self.last
+        if leaves is not None and index in leaves.by_slot and leaves.is_another(index, tensor):
+            self.strangers += ((index, weakref.ref(tensor if tensor._base is None else tensor._base)),)
         if tensor.requires_grad:
             # The graph of the replay must not outlive it.
             kept = tensor.detach()
         else:
             kept = tensor
-            if index >= last - 1 and state == _RUNNING and may_be_unfilled(tensor):
-                unfilled, operator = index, sequence_number()
+            if index >= last - 1 and self.state == _RUNNING and may_be_unfilled(tensor):
+                self.unfilled, self.operator = index, sequence_number()
         if index <= last:
-            try:
-                if kept._version:
-                    versions[index] = kept._version
-            except RuntimeError:
-                pass
-            tensors.append(kept if alive[index] else None)
+            if version := version_of(kept):
+                self.versions[index] = version
+            self.tensors.append(kept if self.alive[index] else None)
             if index < last:
                 return kept
-            if reading is not None:
-                reading.paused = True  # what is computed from here on is of no use
-        end_if_complete(index)
+            if self.reading is not None:
+                self.reading.paused = True  # what is computed from here on is of no use
+        if not self.stops_early:
+            self.surplus += index > last
+        elif self.state != _COMPLETE:
+            if self.operator >= 0 and self._waits(index):
+                self.state = _STOP_IS_DUE
+            else:
+                self.state, self.stop = _COMPLETE, Stop()
+                raise self.stop
         return kept
 
-    def end_if_complete(index: int) -> None:
-        nonlocal state, stop, surplus
-        if not early_stop:
-            surplus += index > last
-        elif state != _COMPLETE:
-            # What is packed by hand is packed by no operator: an inner region's inputs, written long ago.
-            runs_on = operator == sequence_number() and not by_hand.packing
-            if runs_on and (state == _STOP_IS_DUE or is_unfilled(index)):
-                state = _STOP_IS_DUE
-            else:
-                state, stop = _COMPLETE, Stop()
-                raise stop
+    def _waits(self, index: int) -> bool:
+        # What is packed by hand is packed by no operator: an inner region's inputs, written long ago.
+        runs_on = self.operator == sequence_number() and not by_hand.packing
+        return runs_on and (self.state == _STOP_IS_DUE or self._is_unfilled(index))
 
-    def is_unfilled(index: int) -> bool:
+    def _is_unfilled(self, index: int) -> bool:
+        unfilled, signatures = self.unfilled, self.signatures
         if unfilled == index:  # nothing after it can tell; it is looked at more closely only if it alone is asked for
-            return only is not None
+            return self.only is not None
         if unfilled != index - 1 or signatures[index] != signatures[unfilled]:
             return False
-        return not packs_what_is_written(current_node(), slots[index])
+        return not packs_what_is_written(current_node(), self.slots[index])
 
+
+def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> Replay:
+    """Run the function on `arguments` and recover the tensors of the slots that are alive, or of `only` that one."""
+    replay = Replay(frame, only)
+    tensors, versions, special = replay.tensors, replay.versions, replay.special
+    verification = frame.verification if frame.finished else None
+    inspection = None
+    if verification is not None:
+        inspection = verification.inspection(frame.region, compares=only is None)
+        if verification.leaves is not None:
+            replay.watch(verification.leaves)
+
+    def pack(tensor: Tensor) -> Tensor:
+        index = len(tensors)
+        if index in special:
+            return replay.pack(index, tensor)
+        kept = tensor.detach() if tensor.requires_grad else tensor
+        try:
+            if kept._version:
+                versions[index] = kept._version
+        except RuntimeError:
+            pass
+        tensors.append(kept)
+        return kept
+
+    hook: Callable[[Tensor], Tensor] = pack
+    function, around = frame.function, here.scope
+    by_hooks = type(function) is ModuleFunction
     undo: list[Undo] = []
     try:
         _set_modes(undo)
-        restore(frame.ambient, undo)
-        if verification is not None:
-            restore(verification.state(), undo)
-        hook: Callable[[Tensor], Tensor] = pack if trace is None else trace.without(pack)
-        if recorder is not None:
-            hook = recorder.saving(hook)
-        around = here.scope
-        by_hooks = type(frame.function) is ModuleFunction
-        if not by_hooks:
-            undo.append(partial(take_off, hook))
-            push_hooks(hook, _identity)
-        undo.append(partial(setattr, here, "scope", around))
+        frame.ambient.restore(undo)
+        if verification is not None and verification.state:
+            restore(verification.state, undo)
         if around is not None:
             undo.append(partial(_resume, around.pause()))
-        scope = here.scope = Scope(frame, hook, lambda: len(tensors) + surplus, around, replaying=True)
-        scope.recorder, scope.trace = recorder, trace
-        if by_hooks:
-            call_for_replay(scope, arguments, partial(_contexts, scope, reading))
+        if frame.options.is_bare and inspection is None and frame.replay_context is None and not by_hooks:
+            here.scope = Scope(frame, hook, replay.packed, around, True)
+            push_hooks(hook, _identity)
+            args, kwargs = arguments
+            function(*args, **kwargs)
         else:
-            _call(scope, arguments, reading)
+            hook = _looking(pack, frame, replay, inspection)
+            here.scope = scope = Scope(frame, hook, replay.packed, around, True)
+            scope.trace = replay.trace
+            scope.recorder = None if inspection is None else inspection.recorder
+            _call(scope, arguments, replay.reading)
     except BaseException as error:
         # Neither an error of the function nor Ctrl-C while the stop was on its way may be lost.
-        if state != _COMPLETE or not isinstance(error, (Stop, Exception)):
-            if verification is not None and recorder is not None and isinstance(error, Exception):
-                _errors.add_note(error, frame.region(), verification.explain(recorder, stopped=True))
+        if replay.state != _COMPLETE or not isinstance(error, (Stop, Exception)):
+            if verification is not None and inspection is not None and isinstance(error, Exception):
+                _errors.add_note(error, frame.region(), verification.explain(inspection.recorder, stopped=True))
             raise
     finally:
         try:
-            if stop is not None:
-                run_cut_short_hooks(stop.__traceback__)
+            if replay.stop is not None:
+                run_cut_short_hooks(replay.stop.__traceback__)
         finally:
-            if stop is not None:
+            if replay.stop is not None:
                 # Both hold the frames that hold it: the context is an exception in whose handler it was raised.
-                stop.__traceback__ = stop.__context__ = None
-            if put_back:
-                _copy_what_changes_again(replay, put_back)
-            undo_all(undo)
+                replay.stop.__traceback__ = replay.stop.__context__ = None
+            if inspection is not None and inspection.put_back:
+                _copy_what_changes_again(replay, inspection.put_back)
+            try:
+                take_off(hook)
+                here.scope = around
+            finally:
+                undo_all(undo)
+    if verification is not None and inspection is not None:
+        verification.inspected(frame.region, inspection)
+    if not (frame.kept_outputs is None is frame.kept_regions):
+        _let_go_of_kept(frame, replay)
+    # Rule 8.
+    mismatches = find_mismatches(tensors, frame.signatures) if frame.options.determinism_check != "none" else ()
+    recorder = None if inspection is None else inspection.recorder
+    if mismatches or replay.state == _RUNNING:
+        _compare(frame, replay, mismatches, recorder)
+    if verification is not None and verification.leaves is not None:
+        if replay.strangers:
+            verification.another_leaf(frame.region(), replay.strangers)
+        verification.leaves.note_versions()  # what the function itself changes is its own affair
     if recorder is not None:
-        recorder.ended()
-    if verification is not None and probe is not None and (moved := probe.moved()):
-        verification.has_drawn(frame.region(), moved)
-    if verification is not None and reading is not None and reading.found is not None:
-        raise verification.reads_what_changed(frame.region(), reading.found)
+        _compare_values(frame, replay, recorder)
+    return replay
 
-    count = len(tensors) + surplus
-    mismatches: list[tuple[int, Signature, Signature]] = []
-    if options.determinism_check != "none":
-        found = signatures_of(tensors)
-        if found != signatures[: len(found)]:
-            pairs = enumerate(zip(signatures, found, strict=False))
-            mismatches = [(i, then, now) for i, (then, now) in pairs if now is not None and now != then]
-    replay.stopped = state == _COMPLETE
-    if finished and not (frame.kept_outputs is None is frame.kept_regions) and not graph_is_kept():
-        let_go(frame)
-    if frame.kept_regions is not None:
-        missed = frame.kept_regions.replay_ended(len(tensors))
-        if missed is not None and finished:
-            raise _errors.other_regions(frame.region(), missed)
-    ended = state == _RUNNING  # by itself, before the last slot or because early stop is off
-    fewer = ended and (count <= last or (finished and count < known))
+
+def _looking(
+    pack: Callable[[Tensor], Tensor], frame: Frame, replay: Replay, inspection: Inspection | None
+) -> Callable[[Tensor], Tensor]:
+    """The hook of a replay that is looked at more closely."""
+    if frame.trace is not None:
+        replay.trace = OperatorTrace()
+        pack = replay.trace.without(pack)
+    if inspection is not None:
+        replay.reading = inspection.reading
+        if inspection.recorder is not None:
+            pack = inspection.recorder.saving(pack)
+    return pack
+
+
+def _compare(frame: Frame, replay: Replay, mismatches: Sequence[Mismatch], recorder: Recorder | None) -> None:
+    """Raise if the replay saved fewer or more tensors than the forward, or others."""
+    count, known, finished = replay.packed(), len(frame.slots), frame.finished
+    ended = replay.state == _RUNNING  # by itself, before the last slot or because early stop is off
+    fewer = ended and (count <= replay.last or (finished and count < known))
     more = ended and finished and count > known
     if fewer or more or mismatches:
-        details = describe_difference(frame, replay)
         slot = mismatches[0][0] if mismatches else min(count, known)
+        verification = frame.verification if finished else None
         finding = None if verification is None else verification.explain(recorder, slot, stopped=replay.stopped)
         count = count if fewer or more else known
+        details = describe_difference(frame, replay)
         raise _errors.different_replay(frame.region(), known, count, mismatches, details, finding, frame.place())
-    if verification is not None:
-        if strangers:
-            verification.another_leaf(frame.region(), strangers)
-        verification.leaves.note_versions()  # what the function itself changes is its own affair
-        if recorder is not None and (
-            unequal := verification.replay_ended(recorder, alive, [then[1] for then in signatures])
-        ):
-            details = describe_difference(frame, replay)
-            finding = verification.explain(recorder, unequal.slot, stopped=replay.stopped)
-            then = signatures[unequal.slot]
-            raise _errors.different_values(frame.region(), known, unequal, then, details, finding, frame.place())
-    return replay
+
+
+def _compare_values(frame: Frame, replay: Replay, recorder: Recorder) -> None:
+    """Raise if a recovered tensor has other values than the forward saved."""
+    verification, signatures = frame.verification, frame.signatures
+    assert verification is not None  # it gave the recorder
+    unequal = verification.replay_ended(recorder, replay.alive, [then[1] for then in signatures])
+    if unequal is not None:
+        details = describe_difference(frame, replay)
+        finding = verification.explain(recorder, unequal.slot, stopped=replay.stopped)
+        then, known = signatures[unequal.slot], len(frame.slots)
+        raise _errors.different_values(frame.region(), known, unequal, then, details, finding, frame.place())
+
+
+def _let_go_of_kept(frame: Frame, replay: Replay) -> None:
+    """Drop what was kept and is not needed again; raise if the replay came by other named regions."""
+    if frame.finished and not graph_is_kept():
+        let_go(frame)
+    if frame.kept_regions is not None:
+        missed = frame.kept_regions.replay_ended(len(replay.tensors))
+        if missed is not None and frame.finished:
+            raise _errors.other_regions(frame.region(), missed)
 
 
 def describe_difference(frame: Frame, replay: Replay) -> str:
@@ -300,19 +349,21 @@ def _set_modes(undo: list[Undo]) -> None:
         set_anomaly_enabled(False)
 
 
+_grad_mode_off = partial(set_grad_enabled, False)
+
+
 def _resume(modes: list[Any]) -> None:
     for mode in modes:
         mode.paused = False
 
 
-def _grad_mode_off() -> None:
-    set_grad_enabled(False)
-
-
 @traces_start_here
 def _call(scope: Scope, arguments: Arguments, reading: Reading | None) -> None:
-    frame = scope.frame
-    args, kwargs = arguments
+    frame, (args, kwargs) = scope.frame, arguments
+    if type(frame.function) is ModuleFunction:
+        call_for_replay(scope, arguments, partial(_contexts, scope, reading))
+        return
+    push_hooks(scope.pack, _identity)
     if all(one is None for one in (frame.replay_context, scope.trace, frame.kept_outputs, scope.recorder, reading)):
         frame.function(*args, **kwargs)
         return

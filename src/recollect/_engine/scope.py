@@ -29,28 +29,20 @@ Watch = Callable[["Tensor", str], None]
 class Scope:
     """A region's function at work."""
 
-    __slots__ = (
-        "around",
-        "following",
-        "frame",
-        "has_policy",
-        "is_bare",
-        "keeper",
-        "modes",
-        "names",
-        "opened",
-        "pack",
-        "packed",
-        "path",
-        "policy",
-        "position",
-        "recorder",
-        "replaying",
-        "saving",
-        "trace",
-        "unpack",
-        "watch",
-    )
+    # Defaults on the class: a region has two of these or more, and most need none of it.
+    replaying = False  # whether this is a replay of the frame
+    following = False  # whether it is within a replay
+    saving = False  # within a named region that is kept
+    has_policy = False
+    policy: Any = None  # where it has names
+    watch: Watch | None = None
+    trace: Any = None  # of operators, for `debug`
+    recorder: Any = None  # of operators and values, where this run is to be compared
+    modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here
+    keeper: Any = None  # of named regions, in a forward that has come to one: see kept_region.py
+    opened: Opened | None = None  # where a module's hooks began it, and no function of ours is around it
+    unpack: Callable[[Any], Tensor]  # the other half of `pack`, in a forward
+    is_bare = True  # whether the engine itself has no context to enter around a forward
 
     def __init__(
         self,
@@ -58,32 +50,25 @@ class Scope:
         pack: Callable[[Tensor], Any],
         packed: Callable[[], int],
         around: Scope | None,
-        *,
         replaying: bool = False,
-        watch: Watch | None = None,
     ) -> None:
         self.frame = frame
         self.pack = pack  # the saved-tensor hook that this run of the function pushes
         self.packed = packed  # how many it packed so far
         self.around = around
-        self.replaying = replaying  # whether this is a replay of the frame
-        # Whether it is within a replay.
-        self.following: bool = replaying or (around is not None and around.following)
         self.position: int = frame.start
         self.path = frame.path  # of the named regions that are open
-        self.saving = False  # within a named region that is kept
-        policy = frame.options.policy
-        self.has_policy = policy is not None
-        self.policy: Any = policy if policy is not None and policy.decides_names() else None  # where it has names
         self.names: list[str] = []  # the paths of the named regions that were called, until the policy matched
-        self.watch: Watch | None = watch if around is None or watch is not None else around.watch
-        self.trace: Any = None  # of operators, for `debug`
-        self.recorder: Any = None  # of operators and values, where this run is to be compared
-        self.keeper: Any = None  # of named regions, in a forward that has come to one: see kept_region.py
-        self.modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here
-        self.unpack: Callable[[Any], Tensor]  # its other half, in a forward
-        self.is_bare: bool  # whether the engine itself has no context to enter around a forward
-        self.opened: Opened | None = None  # where a module's hooks began it, and no function of ours is around it
+        if replaying:
+            self.replaying = self.following = True
+        if around is not None:
+            self.following |= around.following
+            self.watch = around.watch
+        policy = frame.options.policy
+        if policy is not None:
+            self.has_policy = True
+            if policy.decides_names():
+                self.policy = policy
 
     def noted(self, make: Callable[..., T], *args: Any) -> T | None:
         """The next entry of the journal: what `make` gives in a forward, what it gave then within a replay.
