@@ -19,15 +19,10 @@ from recollect._inputs import by_hand, copy_of, with_stride
 from recollect._stores.store import Store
 from recollect._torch import Hooks, may_be_unfilled, storage_key, version_of
 
-
-class Slot(int):
-    """The place-holder that autograd holds instead of a saved tensor: its number in its frame, as an object of its own.
-
-    It is an int because those are cheap and no concern of the garbage collector.
-    """
-
-    __slots__ = ()
-    needs_replay = True
+# A slot is what autograd holds instead of a saved tensor: its number in its frame, counted from here on. It is an int
+# because those are cheap and no concern of the garbage collector; and one that CPython does not share, as it does small
+# ones, so that each slot is an object of its own, whose references can be counted.
+FIRST_SLOT = 2**20
 
 
 class Kept:
@@ -99,7 +94,8 @@ class Kept:
     @property
     def needs_replay(self) -> bool:
         """Whether `get` may set off the replay of a region around."""
-        return self._unpack is not None and getattr(self._packed, "needs_replay", False)
+        packed = self._packed
+        return self._unpack is not None and (type(packed) is int or getattr(packed, "needs_replay", False))
 
     def is_changed(self) -> bool:
         """Whether the original was changed in place since, and with it what is kept."""

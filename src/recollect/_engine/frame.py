@@ -1,6 +1,6 @@
 """Frames and slots: who owns a saved tensor, who may ask for it, and when it is replayed.
 
-Theory. Inside a region autograd is given a `Slot`, a number, for every tensor that it wants to save; the tensor
+Theory. Inside a region autograd is given a slot, a number, for every tensor that it wants to save; the tensor
 itself is let go. Autograd holds the region's hooks, which hold the frame; the frame holds nothing of autograd's. So a
 frame lives exactly as long as the graph holds a slot of it, and dies without the garbage collector. Whether a slot is
 still alive is read off its reference count: if nobody but the frame holds it, autograd has let go of it.
@@ -48,7 +48,7 @@ from recollect._engine.scope import Scope, Watch, here
 from recollect._engine.selective import forward_mode, takes_a_mode, tell_if_useless
 from recollect._errors import Signature
 from recollect._inputs import Arguments, Inputs, find_tensors
-from recollect._kept import Slot, hooks_into
+from recollect._kept import FIRST_SLOT, hooks_into
 from recollect._stores.chosen import store_of
 from recollect._torch import (
     PLAIN_TYPES,
@@ -127,7 +127,7 @@ class Frame:
         if hooks is None and options.inputs is not None:
             hooks = hooks_into(store_of(options.inputs), _inputs_are_checked)
         self.inputs = Inputs(arguments, tensors, flat, hooks)
-        self.slots: list[Slot] = []
+        self.slots: list[int] = []
         self.signatures: list[Signature] = []
         self.replays: dict[object, Replay] = {}
         self._lock = RLock()
@@ -148,7 +148,7 @@ class Frame:
         """Where its function stands."""
         return _errors.place_of(self.function)
 
-    def replay_for(self, slot: Slot, *, once_more: bool = False) -> Replay:
+    def replay_for(self, index: int, *, once_more: bool = False) -> Replay:
         """The replay of the running pass: run now, unless another thread of this backward was faster.
 
         Or `once_more` for this slot alone, as for an access outside of any backward.
@@ -160,38 +160,38 @@ class Frame:
         locked = self._lock.acquire(True, _PATIENCE)
         try:
             if task < 0:
-                return self._replay_outside(slot)
+                return self._replay_outside(index)
             replay = self.replays.get(task)
-            if replay is not None and len(replay.tensors) > slot:
+            if replay is not None and len(replay.tensors) > index:
                 return replay
             group = current_group()
             if group is None:
                 replay = run_replay(self, self.inputs.restore(self.region))
                 at_end_of_pass(_EndOfPass(self.replays, replay))
             else:
-                replay = self._replay_in_group(group, slot)
+                replay = self._replay_in_group(group, index)
             self.replays[task] = replay
             return replay
         finally:
             if locked:
                 self._lock.release()
 
-    def _replay_in_group(self, group: Any, slot: Slot) -> Replay:
+    def _replay_in_group(self, group: Any, index: int) -> Replay:
         replay = self.replays.get(weakref.ref(group))
-        if replay is None or len(replay.tensors) <= slot:
+        if replay is None or len(replay.tensors) <= index:
             replay = run_replay(self, self.inputs.restore(self.region))
             replay.grouped = True
             self.replays.pop(weakref.ref(group), None)  # or an equal key of an earlier replay would stay
             self.replays[weakref.ref(group, partial(_group_ended, weakref.ref(self), replay))] = replay
         return replay
 
-    def _replay_outside(self, slot: Slot) -> Replay:
+    def _replay_outside(self, index: int) -> Replay:
         """Replay for an access outside of any backward: a pass of its own, shared by the regions around this one."""
         access = _outside.access
         if access is None:
             access = _Access()
             try:
-                return self._replay_for_access(access, only=slot)
+                return self._replay_for_access(access, only=index)
             finally:
                 access.end()
         replay = self.replays.get(access)
@@ -200,7 +200,7 @@ class Frame:
             access.ends.append(_EndOfPass(self.replays, replay))
         return replay
 
-    def _replay_for_access(self, access: _Access, only: Slot | None = None) -> Replay:
+    def _replay_for_access(self, access: _Access, only: int | None = None) -> Replay:
         before, _outside.access = _outside.access, access
         try:
             arguments = self.inputs.restore(self.region)
@@ -209,23 +209,23 @@ class Frame:
         finally:
             _outside.access = before
 
-    def _recover_again(self, slot: Slot, replay: Replay) -> tuple[Replay, Tensor]:
+    def _recover_again(self, index: int, replay: Replay) -> tuple[Replay, Tensor]:
         """For a slot whose tensor has been handed over in this pass."""
         if not replay.grouped and reads_once(current_node()):
             # Two nodes own it. A change of a view stands in the graph as a change of its base, and if the view is
             # gone, a double backward comes by the change itself too.
-            replay = self.replay_for(slot, once_more=True)
-            tensor = replay.tensors[slot]
+            replay = self.replay_for(index, once_more=True)
+            tensor = replay.tensors[index]
             if tensor is not None:
                 return replay, tensor
         error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
-        raise error(self.region(), slot, describe_difference(self, replay), call_site(sys._getframe()))
+        raise error(self.region(), index, describe_difference(self, replay), call_site(sys._getframe()))
 
-    def _changed_since(self, slot: Slot, replay: Replay, tensor: Tensor) -> Exception:
+    def _changed_since(self, index: int, replay: Replay, tensor: Tensor) -> Exception:
         details = describe_difference(self, replay)
         record = None if self.verification is None else self.verification.record
-        change = None if record is None else record.change_of(slot)
-        return _errors.saved_tensor_changed(self.region(), slot, tensor, current_node(), details, change)
+        change = None if record is None else record.change_of(index)
+        return _errors.saved_tensor_changed(self.region(), index, tensor, current_node(), details, change)
 
 
 class _Access:
@@ -331,7 +331,7 @@ def prepare(
 
     last: Any = None
 
-    def pack(tensor: Tensor) -> Slot:
+    def pack(tensor: Tensor) -> int:
         nonlocal last
         is_plain = type(tensor) in PLAIN_TYPES
         try:
@@ -342,7 +342,8 @@ def prepare(
         if now != last:
             last = now
         signatures.append(last)
-        slot = Slot(len(slots))
+        index = len(slots)
+        slot = FIRST_SLOT + index
         slots.append(slot)
         # Nearly all are neither leaves nor views.
         if verification is not None and (
@@ -350,23 +351,26 @@ def prepare(
             or tensor._base is not None
             or (tensor.is_leaf and tensor.requires_grad and id(tensor) not in arguments)
         ):
-            verification.saved(slot, tensor)
+            verification.saved(index, tensor)
         return slot
 
-    def unpack(slot: Slot) -> Tensor:
+    def unpack(slot: int) -> Tensor:
+        index = slot - FIRST_SLOT
         replay = replays.get(graph_task_id())
-        if replay is None or len(replay.tensors) <= slot:
-            replay = frame.replay_for(slot)
-        tensor = replay.tensors[slot]
+        if replay is None or len(replay.tensors) <= index:
+            replay = frame.replay_for(index)
+        tensors = replay.tensors
+        tensor = tensors[index]
         if tensor is None:
-            replay, tensor = frame._recover_again(slot, replay)
-        replay.tensors[slot] = None
+            replay, tensor = frame._recover_again(index, replay)
+            tensors = replay.tensors
+        tensors[index] = None
         try:
             version = tensor._version
         except RuntimeError:
             version = 0
-        if version and version != replay.versions.get(slot, 0) and version != getattr(tensor, "expected_version", 0):
-            raise frame._changed_since(slot, replay, tensor)
+        if version and version != replay.versions.get(index, 0) and version != getattr(tensor, "expected_version", 0):
+            raise frame._changed_since(index, replay, tensor)
         return tensor
 
     scope = Scope(frame, pack, slots.__len__, outer)
@@ -409,8 +413,8 @@ def forward_ended(
             frame.verification.forward_ended()
 
 
-def _watched(pack: Callable[[Tensor], Slot], watch: Watch) -> Callable[[Tensor], Slot]:
-    def watched(tensor: Tensor) -> Slot:
+def _watched(pack: Callable[[Tensor], int], watch: Watch) -> Callable[[Tensor], int]:
+    def watched(tensor: Tensor) -> int:
         watch(tensor, "recomputed")
         return pack(tensor)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from recollect import _errors
 from recollect._engine.scope import Scope
 from recollect._inputs import by_hand, with_stride
-from recollect._kept import Kept, Slot, is_written, without_history
+from recollect._kept import Kept, is_written, without_history
 from recollect._stores.store import Store
 from recollect._torch import Hooks, pop_hooks, pop_hooks_of, push_hooks
 
@@ -65,7 +65,7 @@ def hooks_of(inside: Inside, scope: Scope, outside: Hooks, around: Hooks | None)
         return kept
 
     def unpack(packed: Any) -> Tensor:
-        if type(packed) is Slot:
+        if type(packed) is int:  # a slot
             return frame_unpack(packed)
         if type(packed) is _ViewOf:
             return packed.of(frame_unpack(packed.slot))

@@ -45,7 +45,7 @@ from recollect._engine.calls import ModuleFunction, call_for_replay, take_off
 from recollect._engine.scope import Scope, here
 from recollect._engine.selective import let_go, replay_mode
 from recollect._inputs import Arguments, by_hand
-from recollect._kept import Slot
+from recollect._kept import FIRST_SLOT
 from recollect._torch import (
     current_group,
     current_node,
@@ -69,12 +69,12 @@ if TYPE_CHECKING:
     from recollect._verification import Inspection
 
 
-def find_alive(slots: list[Slot]) -> bytes:
+def find_alive(slots: list[int]) -> bytes:
     """For each slot whether somebody holds it besides the list."""
     return bytes(map(_is_held, map(getrefcount, slots)))
 
 
-_is_held: Callable[[int], bool] = next(map(getrefcount, [Slot(0)])).__lt__
+_is_held: Callable[[int], bool] = next(map(getrefcount, [FIRST_SLOT + len("a")])).__lt__
 
 
 class Stop(BaseException):
@@ -100,13 +100,13 @@ class Replay:
     # What stands where the forward saved another leaf.
     strangers: tuple[tuple[int, weakref.ref[Tensor]], ...] = ()
 
-    def __init__(self, frame: Frame, only: Slot | None) -> None:
+    def __init__(self, frame: Frame, only: int | None) -> None:
         self.tensors: list[Tensor | None] = []  # None once handed over, and where the slot was dead
         self.versions: dict[int, int] = {}  # of each tensor when it was saved, where it was not 0
         self.slots = slots = frame.slots
         self.signatures = frame.signatures
         self.only = only
-        self.alive = alive = find_alive(slots) if only is None else bytes(slot == only for slot in slots)
+        self.alive = alive = find_alive(slots) if only is None else bytes(index == only for index in range(len(slots)))
         self.last = last = alive.rindex(1)  # the slot that is asked for is alive
         # Rule 6: inside an unfinished forward the number of slots is not final, and what lies beyond them is none of
         # this replay's concern.
@@ -173,7 +173,7 @@ class Replay:
         return not packs_what_is_written(current_node(), self.slots[index])
 
 
-def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> Replay:
+def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> Replay:
     """Run the function on `arguments` and recover the tensors of the slots that are alive, or of `only` that one."""
     replay = Replay(frame, only)
     tensors, versions, special = replay.tensors, replay.versions, replay.special
@@ -184,22 +184,27 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
         if verification.leaves is not None:
             replay.watch(verification.leaves)
 
-    def pack(tensor: Tensor) -> Tensor:
+    function, around = frame.function, here.scope
+    by_hooks = type(function) is ModuleFunction
+    is_bare = frame.options.is_bare and inspection is None and frame.replay_context is None and not by_hooks
+
+    def pack(tensor: Tensor) -> Tensor | int:
         index = len(tensors)
-        if index in special:
+        if index in special or type(tensor) is not Tensor:
             return replay.pack(index, tensor)
-        kept = tensor.detach() if tensor.requires_grad else tensor
         try:
-            if kept._version:
-                versions[index] = kept._version
+            if tensor._version:
+                versions[index] = tensor._version
         except RuntimeError:
             pass
+        if is_bare:
+            tensors.append(tensor)
+            return index
+        kept = tensor.detach() if tensor.requires_grad else tensor
         tensors.append(kept)
         return kept
 
-    hook: Callable[[Tensor], Tensor] = pack
-    function, around = frame.function, here.scope
-    by_hooks = type(function) is ModuleFunction
+    hook: Callable[[Tensor], Tensor | int] = pack
     undo: list[Undo] = []
     try:
         _set_modes(undo)
@@ -208,9 +213,9 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
             restore(verification.state, undo)
         if around is not None:
             undo.append(partial(_resume, around.pause()))
-        if frame.options.is_bare and inspection is None and frame.replay_context is None and not by_hooks:
+        if is_bare:
             here.scope = Scope(frame, hook, replay.packed, around, True)
-            push_hooks(hook, _identity)
+            push_hooks(hook, partial(_look_up, weakref.ref(replay)))
             args, kwargs = arguments
             function(*args, **kwargs)
         else:
@@ -259,8 +264,8 @@ def run_replay(frame: Frame, arguments: Arguments, only: Slot | None = None) -> 
 
 
 def _looking(
-    pack: Callable[[Tensor], Tensor], frame: Frame, replay: Replay, inspection: Inspection | None
-) -> Callable[[Tensor], Tensor]:
+    pack: Callable[[Tensor], Tensor | int], frame: Frame, replay: Replay, inspection: Inspection | None
+) -> Callable[[Tensor], Tensor | int]:
     """The hook of a replay that is looked at more closely."""
     if frame.trace is not None:
         replay.trace = OperatorTrace()
@@ -328,6 +333,17 @@ def _copy_what_changes_again(replay: Replay, memory: Container[int]) -> None:
 
 def _identity(packed: Tensor) -> Tensor:
     return packed
+
+
+def _look_up(reference: weakref.ref[Replay], packed: Tensor | int) -> Tensor:
+    """What the graph of a replay has saved, for a backward inside of the function."""
+    if isinstance(packed, Tensor):
+        return packed
+    replay = reference()
+    tensor = None if replay is None or packed >= len(replay.tensors) else replay.tensors[packed]
+    if tensor is None:
+        raise _errors.graph_of_a_replay()
+    return tensor
 
 
 def _set_modes(undo: list[Undo]) -> None:
