@@ -328,7 +328,7 @@ def prepare(
     frame = Frame(function, (args, kwargs), tensors, flat, options, replay_context, outer, path)
     signatures, slots, replays, verification = frame.signatures, frame.slots, frame.replays, frame.verification
     arguments = set(map(id, tensors))
-
+    add_signature, add_slot, is_watched = signatures.append, slots.append, verification is not None
     last: Any = None
 
     def pack(tensor: Tensor) -> int:
@@ -341,30 +341,30 @@ def prepare(
         # Equal neighbours share one signature: less for the garbage collector to look at.
         if now != last:
             last = now
-        signatures.append(last)
+        add_signature(last)
         index = len(slots)
         slot = FIRST_SLOT + index
-        slots.append(slot)
+        add_slot(slot)
         # Nearly all are neither leaves nor views.
-        if verification is not None and (
+        if is_watched and (
             not is_plain
             or tensor._base is not None
             or (tensor.is_leaf and tensor.requires_grad and id(tensor) not in arguments)
         ):
-            verification.saved(index, tensor)
+            verification.saved(index, tensor)  # type: ignore[union-attr]
         return slot
 
     def unpack(slot: int) -> Tensor:
         index = slot - FIRST_SLOT
-        replay = replays.get(graph_task_id())
-        if replay is None or len(replay.tensors) <= index:
+        replay: Any = replays.get(graph_task_id())
+        try:
+            tensor = replay.tensors[index]
+        except (AttributeError, IndexError):  # there is none, or only one from before the forward had come so far
             replay = frame.replay_for(index)
-        tensors = replay.tensors
-        tensor = tensors[index]
+            tensor = replay.tensors[index]
         if tensor is None:
             replay, tensor = frame._recover_again(index, replay)
-            tensors = replay.tensors
-        tensors[index] = None
+        replay.tensors[index] = None
         try:
             version = tensor._version
         except RuntimeError:

@@ -90,6 +90,7 @@ class Replay:
     # Defaults on the class: most of them are never set.
     trace: OperatorTrace | None = None
     grouped = False  # for the pass of a group rather than of one backward
+    is_bare = False  # nobody looks at what it does: its graph can do with numbers in the place of tensors
     state = _RUNNING
     stop: Stop | None = None
     surplus = 0  # how many tensors were packed after the last that is needed
@@ -129,16 +130,19 @@ class Replay:
         self.leaves = leaves
         self.special.update(leaves.by_slot)
 
-    def pack(self, index: int, tensor: Tensor) -> Tensor:
+    def pack(self, index: int, tensor: Tensor) -> Tensor | int:
         """Do all that may have to be done when a tensor is packed."""
         leaves, last = self.leaves, self.last
         if leaves is not None and index in leaves.by_slot and leaves.is_another(index, tensor):
             self.strangers += ((index, weakref.ref(tensor if tensor._base is None else tensor._base)),)
+        packed: Tensor | int
         if tensor.requires_grad:
-            # The graph of the replay must not outlive it.
-            kept = tensor.detach()
+            # The graph of the replay holds no tensor that is about to be handed over, nor one with a graph.
+            is_looked_up = self.is_bare and index <= last and self.alive[index] and type(tensor) is Tensor
+            kept = tensor if is_looked_up else tensor.detach()
+            packed = index if is_looked_up else kept
         else:
-            kept = tensor
+            packed = kept = tensor
             if index >= last - 1 and self.state == _RUNNING and may_be_unfilled(tensor):
                 self.unfilled, self.operator = index, sequence_number()
         if index <= last:
@@ -146,7 +150,7 @@ class Replay:
                 self.versions[index] = version
             self.tensors.append(kept if self.alive[index] else None)
             if index < last:
-                return kept
+                return packed
             if self.reading is not None:
                 self.reading.paused = True  # what is computed from here on is of no use
         if not self.stops_early:
@@ -157,7 +161,7 @@ class Replay:
             else:
                 self.state, self.stop = _COMPLETE, Stop()
                 raise self.stop
-        return kept
+        return packed
 
     def _waits(self, index: int) -> bool:
         # What is packed by hand is packed by no operator: an inner region's inputs, written long ago.
@@ -184,9 +188,12 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
         if verification.leaves is not None:
             replay.watch(verification.leaves)
 
+    add = tensors.append
     function, around = frame.function, here.scope
     by_hooks = type(function) is ModuleFunction
-    is_bare = frame.options.is_bare and inspection is None and frame.replay_context is None and not by_hooks
+    replay.is_bare = is_bare = (
+        frame.options.is_bare and inspection is None and frame.replay_context is None and not by_hooks
+    )
 
     def pack(tensor: Tensor) -> Tensor | int:
         index = len(tensors)
@@ -198,10 +205,10 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
         except RuntimeError:
             pass
         if is_bare:
-            tensors.append(tensor)
+            add(tensor)
             return index
         kept = tensor.detach() if tensor.requires_grad else tensor
-        tensors.append(kept)
+        add(kept)
         return kept
 
     hook: Callable[[Tensor], Tensor | int] = pack
