@@ -371,7 +371,7 @@ def prepare(
             version = 0
         if version and version != replay.versions.get(index, 0) and version != getattr(tensor, "expected_version", 0):
             raise frame._changed_since(index, replay, tensor)
-        return tensor
+        return tensor  # type: ignore[no-any-return]
 
     scope = Scope(frame, pack, slots.__len__, outer)
     scope.unpack = unpack
