@@ -125,6 +125,10 @@ class Replay:
         """How many tensors the function has packed so far."""
         return len(self.tensors) + self.surplus
 
+    def let_go_of_graph(self) -> None:
+        """Drop the graph that the replay has made, and with it all that only the graph holds."""
+        self.tensors[:] = [None if one is None else one.detach() if one.requires_grad else one for one in self.tensors]
+
     def watch(self, leaves: Leaves) -> None:
         """See that the replay saves the same leaves."""
         self.leaves = leaves
@@ -263,6 +267,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
         _compare(frame, replay, mismatches, recorder)
     if verification is not None and verification.leaves is not None:
         if replay.strangers:
+            replay.let_go_of_graph()
             verification.another_leaf(frame.region(), replay.strangers)
         verification.leaves.note_versions()  # what the function itself changes is its own affair
     if recorder is not None:
