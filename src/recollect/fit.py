@@ -202,9 +202,9 @@ def frontier(
 
     Example:
         >>> import torch, recollect
-        >>> layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)]
-        >>> model = torch.nn.Sequential(*layers)
-        >>> curve = recollect.frontier(model, torch.randn(512, 64))
+        >>> layer = torch.nn.TransformerEncoderLayer(16, 2, 64, batch_first=True)
+        >>> model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        >>> curve = recollect.frontier(model, torch.randn(4, 32, 16))
         >>> curve.points[0].peak < curve.plain.peak
         True
     """

@@ -356,12 +356,10 @@ def prepare(
 
     def unpack(slot: int) -> Tensor:
         index = slot - FIRST_SLOT
-        replay: Any = replays.get(graph_task_id())
-        try:
-            tensor = replay.tensors[index]
-        except (AttributeError, IndexError):  # there is none, or only one from before the forward had come so far
+        replay = replays.get(graph_task_id())
+        if replay is None or len(replay.tensors) <= index:
             replay = frame.replay_for(index)
-            tensor = replay.tensors[index]
+        tensor = replay.tensors[index]
         if tensor is None:
             replay, tensor = frame._recover_again(index, replay)
         replay.tensors[index] = None
@@ -371,7 +369,7 @@ def prepare(
             version = 0
         if version and version != replay.versions.get(index, 0) and version != getattr(tensor, "expected_version", 0):
             raise frame._changed_since(index, replay, tensor)
-        return tensor  # type: ignore[no-any-return]
+        return tensor
 
     scope = Scope(frame, pack, slots.__len__, outer)
     scope.unpack = unpack

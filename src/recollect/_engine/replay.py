@@ -90,7 +90,7 @@ class Replay:
     # Defaults on the class: most of them are never set.
     trace: OperatorTrace | None = None
     grouped = False  # for the pass of a group rather than of one backward
-    is_bare = False  # nobody looks at what it does: its graph can do with numbers in the place of tensors
+    holds_numbers = True  # whether its graph has them in the place of tensors
     state = _RUNNING
     stop: Stop | None = None
     surplus = 0  # how many tensors were packed after the last that is needed
@@ -142,7 +142,7 @@ class Replay:
         packed: Tensor | int
         if tensor.requires_grad:
             # The graph of the replay holds no tensor that is about to be handed over, nor one with a graph.
-            is_looked_up = self.is_bare and index <= last and self.alive[index] and type(tensor) is Tensor
+            is_looked_up = self.holds_numbers and index <= last and self.alive[index] and type(tensor) is Tensor
             kept = tensor if is_looked_up else tensor.detach()
             packed = index if is_looked_up else kept
         else:
@@ -195,9 +195,10 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
     add = tensors.append
     function, around = frame.function, here.scope
     by_hooks = type(function) is ModuleFunction
-    replay.is_bare = is_bare = (
-        frame.options.is_bare and inspection is None and frame.replay_context is None and not by_hooks
-    )
+    is_bare = frame.options.is_bare and inspection is None and frame.replay_context is None and not by_hooks
+    # Modes of the user's own context see a detach for every tensor that is packed: that is the contract.
+    replay.holds_numbers = holds_numbers = frame.replay_context is None
+    look_up = partial(_look_up, weakref.ref(replay))
 
     def pack(tensor: Tensor) -> Tensor | int:
         index = len(tensors)
@@ -208,7 +209,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
                 versions[index] = tensor._version
         except RuntimeError:
             pass
-        if is_bare:
+        if holds_numbers:
             add(tensor)
             return index
         kept = tensor.detach() if tensor.requires_grad else tensor
@@ -226,13 +227,13 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
             undo.append(partial(_resume, around.pause()))
         if is_bare:
             here.scope = Scope(frame, hook, replay.packed, around, True)
-            push_hooks(hook, partial(_look_up, weakref.ref(replay)))
+            push_hooks(hook, look_up)
             args, kwargs = arguments
             function(*args, **kwargs)
         else:
             hook = _looking(pack, frame, replay, inspection)
             here.scope = scope = Scope(frame, hook, replay.packed, around, True)
-            scope.trace = replay.trace
+            scope.unpack, scope.trace = look_up, replay.trace
             scope.recorder = None if inspection is None else inspection.recorder
             _call(scope, arguments, replay.reading)
     except BaseException as error:
@@ -343,10 +344,6 @@ def _copy_what_changes_again(replay: Replay, memory: Container[int]) -> None:
                 replay.versions[index] = -1  # so that it is refused
 
 
-def _identity(packed: Tensor) -> Tensor:
-    return packed
-
-
 def _look_up(reference: weakref.ref[Replay], packed: Tensor | int) -> Tensor:
     """What the graph of a replay has saved, for a backward inside of the function."""
     if isinstance(packed, Tensor):
@@ -391,7 +388,7 @@ def _call(scope: Scope, arguments: Arguments, reading: Reading | None) -> None:
     if type(frame.function) is ModuleFunction:
         call_for_replay(scope, arguments, partial(_contexts, scope, reading))
         return
-    push_hooks(scope.pack, _identity)
+    push_hooks(scope.pack, scope.unpack)
     if all(one is None for one in (frame.replay_context, scope.trace, frame.kept_outputs, scope.recorder, reading)):
         frame.function(*args, **kwargs)
         return

@@ -400,7 +400,10 @@ class Store:
         with self._lock:
             self._pass = -1
             self._bury()
-            self._flights.land_what_has_left()
+            if self._alive:
+                self._flights.land_what_has_left()
+            else:  # the step is over: nothing of it holds memory until the next one, however far ahead the host is
+                self._flights.land_all()
             if self._step is None:
                 return
             is_guess = self._step.course is None
