@@ -21,7 +21,7 @@ from recollect._stores import chosen, courses, media
 from recollect._stores import store as store_module
 from recollect._stores.pool import Pool
 from recollect._stores.ranges import Ranges
-from recollect._torch import top_hooks
+from recollect._torch import StorageReference, top_hooks
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.usefixtures("lazy")
@@ -505,6 +505,20 @@ def test_a_change_that_was_a_surprise_once_is_expected_from_then_on(lazy, x):
         step(True, 2)  # not the course that it began like
     for _ in range(6):
         assert torch.equal(step(True, 2), step(False, 2))
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_step_that_is_over_holds_no_memory_however_far_ahead_the_host_is(lazy, x, is_used):
+    lazy.chance = 0.0  # no copy is seen to be done
+    for _ in range(3):
+        with everything(in_flight="1 GiB", ahead="1 GiB"):
+            hidden = (x * 2).sin()
+            source = StorageReference(hidden.untyped_storage())
+            y = (hidden.exp() + 1).sum() if is_used else hidden.cos().sum()
+            del hidden
+        y.backward()
+        del y
+        assert source.expired()
 
 
 @pytest.mark.parametrize("shape", ["around", "module", "in a region"])

@@ -251,7 +251,7 @@ def test_two_devices(x):
 
 
 def test_views_of_one_memory_are_copied_once_and_come_back_as_views(x):
-    whole = torch.randn(256, 768, device=DEVICE)
+    whole = torch.randn(256, 768, device=DEVICE).mul_(2)  # written to: what was not, and needs no grad, is not copied
     parts, came_back = whole.split(256, dim=1), []
     copies = [part.clone() for part in parts]
     with counted() as gained:
@@ -277,7 +277,7 @@ def test_saved_by_two_operators_it_is_copied_once():
 
 
 def test_saved_again_after_a_change_it_is_two_copies(x):
-    values, came_back = torch.randn(256, 256, device=DEVICE), []
+    values, came_back = torch.randn(256, 256, device=DEVICE).mul_(2), []
     before = values.clone()
     with counted() as gained:
         # A store of its own: in its first step it does not rely on what earlier ones were like.
