@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -572,7 +573,9 @@ def test_the_document_is_all_there_is_on_stdout(installed):
 
 
 def test_a_process_is_interrupted(place):
-    process = start("-m", "recollect", "plan", "toys:slow", "--budget", "1GiB")
+    # Who is started in the background by a shell ignores the signal, and so do those whom he starts.
+    listens = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = start("-m", "recollect", "plan", "toys:slow", "--budget", "1GiB", preexec_fn=listens)
     assert process.stderr.readline() == "building toys:slow\n"
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
