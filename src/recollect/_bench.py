@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import gc
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,8 @@ class Bench:
         self.clock: Clock = RealClock(self.device) if self.gpu is None else Roofline(self.gpu)
         self.outside = find_tensors((batch,), {})[0]
         self.meter: Meter = meter_of(self.device, [*model.parameters(), *model.buffers(), *self.outside])
-        arguments: Arguments = ((batch,), {})
+        own = [value for module in model.modules() for value in vars(module).values() if _is_generator(value)]
+        arguments: Arguments = ((batch, own), {})
         self._random = RandomState.now([*model.parameters()][:1])
         self._others = [(source.put, source.read()) for source in others(arguments)]
 
@@ -117,8 +119,8 @@ class Bench:
         times = [self.clock.seconds(self.train, 1) for _ in range(1 if self.is_estimated else repeats)]
         return worst([statistics.median(times)])[0]
 
-    def weigh(self, blocks: Sequence[Module]) -> list[Mark]:
-        """A step, moment by moment, given the blocks in the order of their calls. The last mark is the end.
+    def weigh(self, blocks: Sequence[tuple[Module, int]]) -> list[Mark]:
+        """A step, moment by moment. Blocks are modules and the numbers of their calls. The last mark is the end.
 
         Where there are several ranks, peaks are those of the rank that needs most.
         """
@@ -126,7 +128,7 @@ class Bench:
         gc.collect()
         with self.meter.watching():
             line = _Line(self.meter, blocks)
-            with hooks_on(blocks, line.forward, line.after):
+            with hooks_on((module for module, _ in blocks), line.forward, line.after):
                 loss = self.forward()
             line.mark(LOSS)
             loss.backward()
@@ -145,25 +147,32 @@ class Bench:
             for one in self._leaves()
             if one.grad is not None
         ]
-        buffers = [
-            (own, name, tensor, _aside(tensor))
-            for module in self.model.modules()
-            for own in own_tensors(module)[1:]
-            for name, tensor in own.items()
-            if isinstance(tensor, Tensor)
-        ]
+        modules = list(self.model.modules())
+        buffers = [(own, dict(own)) for module in modules for own in own_tensors(module)[1:]]
+        values = [(one, _aside(one)) for _, before in buffers for one in before.values() if isinstance(one, Tensor)]
+        training = [(module, module.training) for module in modules]
+        needs_grad = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
         try:
             with as_on_gpu() if self.is_estimated else contextlib.nullcontext():
                 yield
         finally:
             self.start_anew()
-            with torch.no_grad():
-                for own, name, tensor, before in buffers:
-                    own[name] = tensor
-                    if not tensor.is_meta:
-                        tensor.copy_(before)
             for leaf, grad in held:
                 leaf.grad = grad.to(leaf.device)
+            for module, flag in training:
+                module.training = flag
+            for parameter, flag in needs_grad:
+                parameter.requires_grad_(flag)
+            for own, before in buffers:
+                own.clear()
+                own.update(before)
+            for tensor, value in values:
+                with torch.no_grad(), contextlib.suppress(RuntimeError):  # what cannot be written to has not changed
+                    tensor.copy_(value)
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, torch.Generator)
 
 
 def _aside(tensor: Tensor) -> Tensor:
@@ -183,12 +192,11 @@ def _device_of(model: Module) -> torch.device:
 class _Line:
     """Notes what is alive as a step goes on."""
 
-    def __init__(self, meter: Meter, blocks: Sequence[Module]) -> None:
+    def __init__(self, meter: Meter, blocks: Sequence[tuple[Module, int]]) -> None:
         self._meter = meter
-        self._waiting: dict[int, list[int]] = {}
-        for number, block in enumerate(blocks):
-            self._waiting.setdefault(id(block), []).append(number)
-        self._names = [type(block).__name__ for block in blocks]
+        self._waiting = {(id(module), call): number for number, (module, call) in enumerate(blocks)}
+        self._calls: Counter[int] = Counter()
+        self._names = [type(module).__name__ for module, _ in blocks]
         self._open: list[int] = []
         self.marks: list[Mark] = []
         meter.reset()
@@ -204,13 +212,12 @@ class _Line:
 
     def check(self) -> None:
         """Raise if a block was not called as often as it was before."""
-        for waiting in self._waiting.values():
-            for number in waiting:
-                raise _errors.step_changes(self._names[number])
+        for number in self._waiting.values():
+            raise _errors.step_changes(self._names[number])
 
     def forward(self, module: Module, _: Arguments) -> None:
-        waiting = self._waiting[id(module)]
-        number = waiting.pop(0) if waiting else -1
+        number = self._waiting.pop((id(module), self._calls[id(module)]), -1)
+        self._calls[id(module)] += 1
         self._open.append(number)
         if number >= 0:
             self.mark(FORWARD, number)

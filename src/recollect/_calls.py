@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,7 @@ class Call:
     parent: Call | None = None
     signature: tuple[Any, ...] = ()
     inputs: tuple[int, ...] = ()  # the memory of its arguments, in order
+    number: int = 0  # among the calls of the module
     parts: list[Call] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # the memory that autograd saves in it, and bytes
     shapes: list[Any] = field(default_factory=list)  # of what is saved, in order
@@ -118,10 +120,13 @@ def watch_calls(model: Module, outside: Iterable[Tensor], forward: Callable[[], 
     there = frozenset(weights | set(map(memory, outside)))
     root = Call("", model)
     open_calls = [root]
+    counts: Counter[int] = Counter()
 
     def before(module: Module, arguments: Arguments) -> None:
         given = tuple(map(memory, find_tensors(*arguments)[0]))
-        call = Call(names[id(module)], module, open_calls[-1], signature_of(arguments), given)
+        number = counts[id(module)]
+        counts[id(module)] += 1
+        call = Call(names[id(module)], module, open_calls[-1], signature_of(arguments), given, number)
         open_calls[-1].parts.append(call)
         open_calls.append(call)
 
@@ -146,7 +151,11 @@ def watch_calls(model: Module, outside: Iterable[Tensor], forward: Callable[[], 
 
 
 def _unpack(_: Any) -> Tensor:
-    raise RuntimeError("there is a backward inside of the forward")
+    raise ValueError(
+        "a backward goes through a forward that was only looked at. A step returns the loss and calls no backward "
+        "itself (for accumulated gradients, plan for one of the batches); a block must not get a graph through an "
+        "object that is no list, tuple, dict or dataclass, such as a cache of keys and values (use_cache=False)"
+    )
 
 
 def find_blocks(root: Call) -> list[Call]:
@@ -169,7 +178,15 @@ def find_blocks(root: Call) -> list[Call]:
             found.append(call)
 
     take(root)
-    return found
+    # A decision about a module holds wherever it is called: not for one that is also a part of another block.
+    inside = {id(part.module) for block in found for part in _within(block)}
+    return [block for block in found if id(block.module) not in inside]
+
+
+def _within(call: Call) -> Iterator[Call]:
+    for part in call.parts:
+        yield part
+        yield from _within(part)
 
 
 # --- Calls that are made again ---
@@ -211,15 +228,16 @@ def take_samples(
 
     `lives_on` says of every tensor that a block is given whether it lives on whatever becomes of the block.
     """
-    numbers: dict[int, list[int]] = {}
-    for number, block in enumerate(blocks):
-        numbers.setdefault(id(block.module), []).append(number)
+    waiting = {(id(block.module), block.number): number for number, block in enumerate(blocks)}
+    counts: Counter[int] = Counter()
     samples: dict[int, Sample] = {}
 
     def before(module: Module, arguments: Arguments) -> None:
-        waiting = numbers[id(module)]
-        number = waiting.pop(0) if waiting else -1
-        if number < 0 or signature_of(arguments) != blocks[number].signature:
+        number = waiting.pop((id(module), counts[id(module)]), -1)
+        counts[id(module)] += 1
+        if number < 0:
+            return
+        if signature_of(arguments) != blocks[number].signature:
             raise _errors.step_changes(blocks[number].name)
         if number in wanted:
             samples[number] = _sample(module, arguments, lives_on[number])
@@ -229,9 +247,8 @@ def take_samples(
         saved_tensors_hooks(lambda tensor: None, _unpack),
     ):
         forward()
-    for waiting in numbers.values():
-        for number in waiting:
-            raise _errors.step_changes(blocks[number].name)
+    for number in waiting.values():
+        raise _errors.step_changes(blocks[number].name)
     return samples
 
 

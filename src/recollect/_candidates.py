@@ -124,13 +124,13 @@ def look_at(sample: Sample, run: Callable[[], object], device: torch.device, gpu
         while len(mode.open_parts) > 1 and mode.open_parts.pop() != names[id(module)]:
             pass
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> None:
         look.saved.append((mode.memory(tensor), len(mode.operations), mode.open_parts[-1]))
-        return tensor
+        # Nobody asks for it; an output that its own node held would stay for good.
 
     if on_device:
         _keep_busy(device)
-    with hooks_on(sample.module.modules(), before, after), saved_tensors_hooks(pack, lambda tensor: tensor), mode:
+    with hooks_on(sample.module.modules(), before, after), saved_tensors_hooks(pack, _never), mode:
         run()
     if on_device:
         torch.accelerator.synchronize(device)
@@ -138,6 +138,10 @@ def look_at(sample: Sample, run: Callable[[], object], device: torch.device, gpu
         for operation, (begin, end) in zip(mode.operations, mode.stamps, strict=True):
             operation.seconds = begin.elapsed_time(end) / 1e3 if on_device else end - begin
     return look
+
+
+def _never(_: Any) -> Any:
+    raise AssertionError("no backward runs here")
 
 
 def _keep_busy(device: torch.device) -> None:

@@ -292,15 +292,6 @@ def _node_name(node: Any) -> str:
         return type(node).__name__
 
 
-def graph_of_a_replay() -> CheckpointError:
-    return CheckpointError(
-        "a backward goes through a tensor that the replay of a checkpointed region has computed, and the replay is "
-        "over: what it saved was for the region's own backward. The function has put the tensor where others find it, "
-        "in an attribute or a list, and did so again in its replay. Use what the forward gave, or let recollect.once "
-        "or recollect.is_recomputing keep the replay from doing it"
-    )
-
-
 def unpacked_twice(region: str, index: int, details: str, where: str | None) -> CheckpointError:
     error = CheckpointError(
         "Unpack is being triggered for a tensor that was already unpacked once in this backward: "

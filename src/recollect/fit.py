@@ -282,15 +282,17 @@ class _Trial:
 
     def run(self, solution: Solution) -> _Ran | None:
         """A step under decisions; None if the device had not enough memory for it."""
-        bench = self._bench
-        decisions = {name: one for block in planned(self._profile, solution) for name, one in block.decisions.items()}
+        bench, profile = self._bench, self._profile
+        decisions = {name: one for block in planned(profile, solution) for name, one in block.decisions.items()}
         ran = None
         with bench.leaving_nothing():
             try:
                 with decided(bench.model, {"": decisions}, "first"):
                     for _ in range(_WARM_UP):  # replays are compared by value at first, and stores learn
                         bench.train()
-                    marks = bench.weigh([bench.model.get_submodule(name) for name in self._profile.blocks])
+                    marks = bench.weigh(
+                        list(zip(map(bench.model.get_submodule, profile.blocks), profile.calls, strict=True))
+                    )
                     ran = _Ran(Step(max(mark.peak for mark in marks), bench.seconds(self._repeats)), tuple(marks))
             except torch.OutOfMemoryError:
                 pass
@@ -340,9 +342,14 @@ class _Trial:
         return best
 
     def _smallest(self, problem: Problem) -> tuple[int, str]:
-        """The least bytes that a step needs, measured if that was tried, and what sets it."""
-        solution = _solver.smallest(problem)
-        return self._seen.get(solution.chosen, solution.peak), _problem.peak(problem, solution.chosen)[1]
+        """The least bytes that a step needs, measured where it can be, and what sets it."""
+        solution = same(_solver.smallest(problem))
+        where = _problem.peak(problem, solution.chosen)[1]
+        if solution.chosen not in self._seen and not self._profile.is_estimated:
+            ran = self.run(solution)
+            if ran is not None:
+                self._seen[solution.chosen] = ran.step.peak
+        return self._seen.get(solution.chosen, solution.peak), where
 
     def plan_for_time(self, seconds: float) -> Plan:
         """The plan of the least memory whose step was seen to take no longer, or nearly so."""

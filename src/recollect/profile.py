@@ -17,6 +17,7 @@ What this is not: it decides nothing (`plan.py`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -35,7 +36,7 @@ from recollect._ambient import undo_all
 from recollect._bench import BACKWARD, FORWARD, Bench, Mark
 from recollect._calls import Call, Sample, find_blocks, take_samples, watch_calls
 from recollect._candidates import Candidate, candidates, look_at
-from recollect._inputs import find_tensors
+from recollect._inputs import Arguments, find_tensors
 from recollect._meters import link_of
 from recollect._problem import Block, Choice, Link, Moment, Problem
 from recollect._ranks import same, worst
@@ -101,6 +102,7 @@ class Profile:
         marks: The moments of a step.
         is_plain: Whether all blocks were kept in that step, or recomputed, because keeping them did not fit.
         seconds: How long that step takes.
+        calls: The number of each block's call among those of its module in a step.
         tied: Blocks that are calls of the same module.
         link: Bytes per second to where blocks can be offloaded, and back; None if they cannot.
         device: Where.
@@ -108,6 +110,7 @@ class Profile:
     """
 
     blocks: tuple[str, ...]
+    calls: tuple[int, ...]
     kind_of: tuple[int, ...]
     kinds: tuple[Kind, ...]
     marks: tuple[Mark, ...]
@@ -240,6 +243,7 @@ def measure(
         calls.setdefault(id(block.module), []).append(number)
     return Profile(
         tuple(block.name for block in blocks),
+        tuple(block.number for block in blocks),
         tuple(kind_of[number] for number in range(len(blocks))),
         tuple(measured),
         tuple(marks),
@@ -256,7 +260,7 @@ def _weigh_base(
     bench: Bench, blocks: Sequence[Call], can_be_recomputed: Iterable[str], repeats: int
 ) -> tuple[bool, list[Mark], float]:
     """A whole step with all blocks kept or, if the device has not enough memory for that, recomputed."""
-    modules = [block.module for block in blocks]
+    modules = [(block.module, block.number) for block in blocks]
     try:
         bench.train()
         marks = bench.weigh(modules)
@@ -315,7 +319,15 @@ class _Alone:
 
     def forward(self) -> list[Tensor]:
         """What the block gives that has a gradient."""
-        args, kwargs = self._sample.fresh()
+        return self.ready()()
+
+    def ready(self) -> Callable[[], list[Tensor]]:
+        """The same, with the arguments made already."""
+        return functools.partial(self._call, self._sample.fresh())
+
+    def _call(self, arguments: Arguments) -> list[Tensor]:
+        args, kwargs = arguments
+        del arguments
         undo: list[Any] = []
         self._sample.around.restore(undo)
         try:
@@ -350,10 +362,15 @@ class _Alone:
 def _measure_kind(bench: Bench, block: Call, sample: Sample, repeats: int, settled: Sequence[Option] | None) -> Kind:
     """Measure the ways to treat a block: all that there are, or those that are `settled`."""
     alone = _Alone(bench, sample)
-    alone.train()
+    try:
+        alone.train()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        return _kept_for_good(block, settled, error)
     bench.start_anew()
     if settled is None:
-        proposed = same(candidates(look_at(sample, alone.forward, bench.device, bench.gpu)))
+        proposed = same(candidates(look_at(sample, alone.ready(), bench.device, bench.gpu)))
     else:
         proposed = [Candidate(one.name, one.decisions) for one in settled]
     weights: dict[int, _Weights] = {}
@@ -403,6 +420,15 @@ def _measure_kind(bench: Bench, block: Call, sample: Sample, repeats: int, settl
         max(whole_seconds - forward_seconds, 0.0),
         tuple(notes),
     )
+
+
+def _kept_for_good(block: Call, settled: Sequence[Option] | None, error: Exception) -> Kind:
+    """A kind of blocks that cannot be run by themselves: nothing is decided about them."""
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    note = f"{block.name or 'the model'} is kept, because it could not be run by itself: {first}"
+    keep = Option("keep", {}, 0.0, block.bytes(), 0, 0)
+    others = [dataclasses.replace(one, kept=_NEVER) for one in (settled or ())[1:]]
+    return Kind(type(block.module).__name__, (keep, *others), 0.0, 0.0, (note,))
 
 
 def _option(candidate: Candidate, weights: _Weights, seconds: float) -> Option:

@@ -86,7 +86,7 @@ def test_predictions_are_close(gpt):
     bench = Bench(model, text, next_word, None)
     profile = measure(bench, repeats=2)
     problem = profile.problem()
-    modules = [model.get_submodule(block) for block in profile.blocks]
+    modules = list(zip(map(model.get_submodule, profile.blocks), profile.calls, strict=True))
     print([(one.name, one.kept // MIB, round(1e3 * one.seconds, 2)) for one in profile.kinds[0].options])
     for choice in range(len(profile.kinds[0].options)):
         chosen = [min(choice, len(profile.options(number)) - 1) for number in range(len(profile.blocks))]

@@ -90,7 +90,6 @@ class Replay:
     # Defaults on the class: most of them are never set.
     trace: OperatorTrace | None = None
     grouped = False  # for the pass of a group rather than of one backward
-    holds_numbers = True  # whether its graph has them in the place of tensors
     state = _RUNNING
     stop: Stop | None = None
     surplus = 0  # how many tensors were packed after the last that is needed
@@ -125,28 +124,21 @@ class Replay:
         """How many tensors the function has packed so far."""
         return len(self.tensors) + self.surplus
 
-    def let_go_of_graph(self) -> None:
-        """Drop the graph that the replay has made, and with it all that only the graph holds."""
-        self.tensors[:] = [None if one is None else one.detach() if one.requires_grad else one for one in self.tensors]
-
     def watch(self, leaves: Leaves) -> None:
         """See that the replay saves the same leaves."""
         self.leaves = leaves
         self.special.update(leaves.by_slot)
 
-    def pack(self, index: int, tensor: Tensor) -> Tensor | int:
+    def pack(self, index: int, tensor: Tensor) -> Tensor:
         """Do all that may have to be done when a tensor is packed."""
         leaves, last = self.leaves, self.last
         if leaves is not None and index in leaves.by_slot and leaves.is_another(index, tensor):
             self.strangers += ((index, weakref.ref(tensor if tensor._base is None else tensor._base)),)
-        packed: Tensor | int
         if tensor.requires_grad:
-            # The graph of the replay holds no tensor that is about to be handed over, nor one with a graph.
-            is_looked_up = self.holds_numbers and index <= last and self.alive[index] and type(tensor) is Tensor
-            kept = tensor if is_looked_up else tensor.detach()
-            packed = index if is_looked_up else kept
+            # The graph of the replay must not outlive it.
+            kept = tensor.detach()
         else:
-            packed = kept = tensor
+            kept = tensor
             if index >= last - 1 and self.state == _RUNNING and may_be_unfilled(tensor):
                 self.unfilled, self.operator = index, sequence_number()
         if index <= last:
@@ -154,7 +146,7 @@ class Replay:
                 self.versions[index] = version
             self.tensors.append(kept if self.alive[index] else None)
             if index < last:
-                return packed
+                return kept
             if self.reading is not None:
                 self.reading.paused = True  # what is computed from here on is of no use
         if not self.stops_early:
@@ -165,7 +157,7 @@ class Replay:
             else:
                 self.state, self.stop = _COMPLETE, Stop()
                 raise self.stop
-        return packed
+        return kept
 
     def _waits(self, index: int) -> bool:
         # What is packed by hand is packed by no operator: an inner region's inputs, written long ago.
@@ -193,30 +185,23 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
             replay.watch(verification.leaves)
 
     add = tensors.append
-    function, around = frame.function, here.scope
-    by_hooks = type(function) is ModuleFunction
-    is_bare = frame.options.is_bare and inspection is None and frame.replay_context is None and not by_hooks
-    # Modes of the user's own context see a detach for every tensor that is packed: that is the contract.
-    replay.holds_numbers = holds_numbers = frame.replay_context is None
-    look_up = partial(_look_up, weakref.ref(replay))
 
-    def pack(tensor: Tensor) -> Tensor | int:
+    def pack(tensor: Tensor) -> Tensor:
         index = len(tensors)
-        if index in special or type(tensor) is not Tensor:
+        if index in special:
             return replay.pack(index, tensor)
+        kept = tensor.detach() if tensor.requires_grad else tensor
         try:
-            if tensor._version:
-                versions[index] = tensor._version
+            if kept._version:
+                versions[index] = kept._version
         except RuntimeError:
             pass
-        if holds_numbers:
-            add(tensor)
-            return index
-        kept = tensor.detach() if tensor.requires_grad else tensor
         add(kept)
         return kept
 
-    hook: Callable[[Tensor], Tensor | int] = pack
+    hook: Callable[[Tensor], Tensor] = pack
+    function, around = frame.function, here.scope
+    by_hooks = type(function) is ModuleFunction
     undo: list[Undo] = []
     try:
         _set_modes(undo)
@@ -225,15 +210,15 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
             restore(verification.state, undo)
         if around is not None:
             undo.append(partial(_resume, around.pause()))
-        if is_bare:
+        if frame.options.is_bare and inspection is None and frame.replay_context is None and not by_hooks:
             here.scope = Scope(frame, hook, replay.packed, around, True)
-            push_hooks(hook, look_up)
+            push_hooks(hook, _identity)
             args, kwargs = arguments
             function(*args, **kwargs)
         else:
             hook = _looking(pack, frame, replay, inspection)
             here.scope = scope = Scope(frame, hook, replay.packed, around, True)
-            scope.unpack, scope.trace = look_up, replay.trace
+            scope.trace = replay.trace
             scope.recorder = None if inspection is None else inspection.recorder
             _call(scope, arguments, replay.reading)
     except BaseException as error:
@@ -268,7 +253,6 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
         _compare(frame, replay, mismatches, recorder)
     if verification is not None and verification.leaves is not None:
         if replay.strangers:
-            replay.let_go_of_graph()
             verification.another_leaf(frame.region(), replay.strangers)
         verification.leaves.note_versions()  # what the function itself changes is its own affair
     if recorder is not None:
@@ -277,8 +261,8 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
 
 
 def _looking(
-    pack: Callable[[Tensor], Tensor | int], frame: Frame, replay: Replay, inspection: Inspection | None
-) -> Callable[[Tensor], Tensor | int]:
+    pack: Callable[[Tensor], Tensor], frame: Frame, replay: Replay, inspection: Inspection | None
+) -> Callable[[Tensor], Tensor]:
     """The hook of a replay that is looked at more closely."""
     if frame.trace is not None:
         replay.trace = OperatorTrace()
@@ -344,15 +328,8 @@ def _copy_what_changes_again(replay: Replay, memory: Container[int]) -> None:
                 replay.versions[index] = -1  # so that it is refused
 
 
-def _look_up(reference: weakref.ref[Replay], packed: Tensor | int) -> Tensor:
-    """What the graph of a replay has saved, for a backward inside of the function."""
-    if isinstance(packed, Tensor):
-        return packed
-    replay = reference()
-    tensor = None if replay is None or packed >= len(replay.tensors) else replay.tensors[packed]
-    if tensor is None:
-        raise _errors.graph_of_a_replay()
-    return tensor
+def _identity(packed: Tensor) -> Tensor:
+    return packed
 
 
 def _set_modes(undo: list[Undo]) -> None:
@@ -388,7 +365,7 @@ def _call(scope: Scope, arguments: Arguments, reading: Reading | None) -> None:
     if type(frame.function) is ModuleFunction:
         call_for_replay(scope, arguments, partial(_contexts, scope, reading))
         return
-    push_hooks(scope.pack, scope.unpack)
+    push_hooks(scope.pack, _identity)
     if all(one is None for one in (frame.replay_context, scope.trace, frame.kept_outputs, scope.recorder, reading)):
         frame.function(*args, **kwargs)
         return

@@ -41,7 +41,7 @@ class Scope:
     modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here
     keeper: Any = None  # of named regions, in a forward that has come to one: see kept_region.py
     opened: Opened | None = None  # where a module's hooks began it, and no function of ours is around it
-    unpack: Callable[[Any], Tensor]  # the other half of `pack`
+    unpack: Callable[[Any], Tensor]  # the other half of `pack`, in a forward
     is_bare = True  # whether the engine itself has no context to enter around a forward
 
     def __init__(
