@@ -60,10 +60,12 @@ def offload_stats() -> OffloadStats:
     """What offloading has done since the process began; the difference of two says what it did in between.
 
     Example:
-        >>> import recollect
-        >>> stats = recollect.offload_stats()
-        >>> print(stats.bytes_out, stats.hit_rate)
-        0 None
+        >>> import torch, recollect
+        >>> before = recollect.offload_stats()
+        >>> with recollect.offload():
+        ...     loss = torch.ones(3, requires_grad=True).exp().sum()  # too small to be copied
+        >>> recollect.offload_stats().bytes_out - before.bytes_out
+        0
     """
     stores = list(_stores.values())
     for store in stores:
