@@ -1,6 +1,7 @@
 """Plans: what is measured, what is predicted, what is decided, and that it holds."""
 
 import copy
+import dataclasses
 import gc
 import json
 import warnings
@@ -17,7 +18,7 @@ from recollect._calls import find_blocks, watch_calls
 from recollect._meters import GPUS, StorageMeter, gpu_of, operator_seconds
 from recollect._problem import peak
 from recollect.plan import _decode, _encode
-from recollect.profile import decided, measure
+from recollect.profile import Profile, decided, measure
 from tools import CountOperators, ambient_state
 
 
@@ -277,6 +278,29 @@ def test_a_budget_holds_and_gradients_are_equal(name):
         got = gradients(model, batch, step)
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("wrong", [-0.15, 0.15])
+def test_predictions_that_are_wrong_are_corrected(monkeypatch, wrong):
+    predicted = Profile.problem
+
+    def mistaken(profile, **options):
+        problem = predicted(profile, **options)
+        by = int(wrong * max(mark.peak for mark in profile.marks))
+        blocks = [
+            dataclasses.replace(one, base_forward=one.base_forward + by, base_backward=one.base_backward + by)
+            for one in problem.blocks
+        ]
+        moments = [dataclasses.replace(one, bytes=one.bytes + by) for one in problem.moments]
+        return dataclasses.replace(problem, blocks=tuple(blocks), moments=tuple(moments))
+
+    model, batch, step = gpt()
+    plain = recollect.plan(model, batch, step=step, budget="1 GiB", repeats=1).plain.peak
+    monkeypatch.setattr(Profile, "problem", mistaken)
+    budget = int(plain * 0.75)
+    plan = recollect.plan(model, batch, step=step, budget=budget, repeats=1)
+    assert plan.measured.peak <= budget
+    assert plan.measured.peak >= budget * 0.75  # what is there is used
 
 
 def test_a_budget_that_takes_nothing_decides_nothing():
