@@ -35,6 +35,7 @@ from recollect.policy import ByCall, Decision, Operators, Recompute, Save, SaveO
 # How many sets of each family are tried.
 _SETS = 6
 _VARIANTS = 3  # of a part as a region
+_WORTH = 0.01  # of the time of a region: an operator that takes less is not worth a word
 _KEEP = SaveOrCopy()
 
 
@@ -197,10 +198,11 @@ def regions_of(look: Look, part: str, marks: int) -> list[Region]:
             total += one.seconds
             if one.can_be_kept and one.bytes:
                 keepable.append((call, one))
+    worth = [(call, one) for call, one in keepable if one.seconds >= _WORTH * total]
     found = [Region(held, total)]
     keep: dict[Any, tuple[int, ...]] = {}
     kept, saved = 0, 0.0
-    for call, one in sorted(keepable, key=lambda pair: pair[1].bytes / max(pair[1].seconds, 1e-9)):
+    for call, one in sorted(worth, key=lambda pair: pair[1].bytes / max(pair[1].seconds, 1e-9)):
         kept, saved = kept + one.bytes, saved + one.seconds
         if kept >= held:
             break
