@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 
+import recollect
 from recollect import CheckpointError, checkpoint, dropin, remat
 from recollect.dropin import (
     SAC_IGNORED_OPS,
@@ -1800,6 +1801,39 @@ def test_subclasses_of_the_modes(policy, early_stop):
     in_replay = [name for name in names(second.seen) if name != "detach"]
     assert in_replay == ["sin", "tanh", "exp", "sin"][: 3 if early_stop else 4]
     assert names(second.seen).count("detach") == 4, "one for each tensor saved"
+
+
+@pytest.mark.parametrize("how", ["drop-in", "native"])
+def test_a_mode_around_backward_sees_the_hooks_at_work(how):
+    """A detach for each saved tensor at least. Where there are none but the engine's own modes, nobody is shown it."""
+    context_fn = partial(create_selective_checkpoint_contexts, [aten.tanh.default])
+    options = {"context_fn": context_fn} if how == "drop-in" else {"policy": recollect.save_ops(aten.tanh)}
+    y = checkpoint(chain, leaf(4), **options)
+    with CountOperators() as around:
+        y.sum().backward()
+    assert around.counts["detach"] >= 4
+
+
+@pytest.mark.parametrize("how", ["drop-in", "native"])
+def test_dispatch_modes_work_after_a_replay_that_was_stopped(how):
+    """The stop is raised where modes are switched off for the hook."""
+    context_fn = partial(create_selective_checkpoint_contexts, [aten.tanh.default])
+    options = {"context_fn": context_fn} if how == "drop-in" else {"policy": recollect.save_ops(aten.tanh)}
+    seen = []
+
+    def caught(x):  # user code that sees the stop pass by
+        try:
+            return chain(x)
+        finally:
+            with CountOperators() as counted:
+                torch.ones(2).sin()
+            seen.append(counted.counts["sin"])
+
+    checkpoint(caught, leaf(4), **options).sum().backward()
+    assert seen == [1, 1]
+    with CountOperators() as counted:
+        torch.ones(2).sin()
+    assert counted.counts["sin"] == 1
 
 
 @pytest.mark.parametrize("replay", [False, True])

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from recollect._calls import Memory, Sample, hooks_on
-from recollect._engine.selective import kinds
+from recollect._engine.selective import kind_of
 from recollect._inputs import find_tensors
 from recollect._meters import Gpu, operator_seconds
 from recollect._torch import OperatorMode, operator_name
@@ -85,7 +85,7 @@ class _Trace(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = kinds[func]
+        kind = kind_of(func)
         given = set(map(self.memory, find_tensors(args, kwargs)[0]))
         before = self._stamp()
         result = func(*args, **kwargs)

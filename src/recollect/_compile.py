@@ -257,7 +257,7 @@ def _tag(name: str) -> Any:
 
 def _save_unless_free(op: Any) -> Any:
     """The tag for an operator of a part that is saved. What a view costs is nothing, and its memory is another's."""
-    return TAGS["MUST_SAVE" if selective.kinds[op].is_kept else "PREFER_RECOMPUTE"]
+    return TAGS["MUST_SAVE" if selective.kind_of(op).is_kept else "PREFER_RECOMPUTE"]
 
 
 class _Tags:
@@ -300,7 +300,7 @@ class _Tags:
             if isinstance(around, Offload):
                 _say("offload")
             return _save_unless_free(op)
-        kind = selective.kinds[op]
+        kind = selective.kind_of(op)
         decision = None
         if not kind.is_passed_over(args, kwargs):
             call = self._calls.get(op, 0)

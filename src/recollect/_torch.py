@@ -532,6 +532,32 @@ def detach_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
         _set_excluded(_ADINPLACE, True)
 
 
+_PYTHON_KEYS = (torch._C.DispatchKey.Python, torch._C.DispatchKey.PythonTLSSnapshot)
+# How many dispatch modes of the user's or ours are in force in this thread.
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
+def unseen(pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """A saved-tensor hook whose operators no dispatch mode is asked about, where a mode could but look on.
+
+    What `_DisableTorchDispatch` does, at a fifth of the price. A subclass that is made of dispatch needs it.
+    """
+    python, snapshot = _PYTHON_KEYS
+
+    def hidden(tensor: torch.Tensor) -> Any:
+        if type(tensor) not in PLAIN_TYPES or _is_excluded(python):
+            return pack(tensor)
+        _set_excluded(python, True)
+        _set_excluded(snapshot, True)
+        try:
+            return pack(tensor)
+        finally:
+            _set_excluded(snapshot, False)
+            _set_excluded(python, False)
+
+    return hidden
+
+
 def as_inner_result(value: torch.Tensor, history: Sequence[torch.Tensor], message: str) -> torch.Tensor:
     """The same memory as the result of an operator on `history`; a backward through it raises `message`.
 
@@ -582,6 +608,17 @@ def graph_is_kept() -> bool:
 def is_operator(value: object) -> bool:
     """Whether a dispatch mode could be handed it."""
     return isinstance(value, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+
+
+def direct_call(operator: Any) -> Callable[..., Any]:
+    """What runs an operator inside of a dispatch mode: what its `__call__` calls, where that is all that it does.
+
+    `OpOverload.__call__` is a Python function around `_op` in 2.11 to 2.15; without it, or for what is called in
+    another way (a higher-order operator, one on script objects), the operator itself.
+    """
+    is_usual = type(operator) is torch._ops.OpOverload
+    call: Callable[..., Any] = getattr(operator, "_op", operator) if is_usual else operator
+    return call
 
 
 def is_packet(value: object) -> bool:

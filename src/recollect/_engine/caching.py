@@ -20,7 +20,8 @@ from recollect._engine.selective import (
     first_in,
     hand_out,
     keep_results,
-    kinds,
+    kind_of,
+    known_kinds,
 )
 from recollect._torch import METADATA_OPERATORS, TAGS, OperatorMode, is_operator, is_packet, operator_name, wait_for
 from recollect.policy import Decision, Offload, Recompute, Save
@@ -71,7 +72,10 @@ def verdict(answer: Any) -> Decision:
 
 # The verdicts on the usual answers, by identity: an enum is slow to give its name, or a hash.
 _THEIRS = [TAGS[name] for name in _VERDICTS if name in TAGS]  # versions differ in which there are
-_ANSWERS = {id(answer): verdict(answer) for answer in (True, False, *CheckpointPolicy, *_THEIRS)}
+_VERDICT_ON = {id(answer): verdict(answer) for answer in (True, False, *CheckpointPolicy, *_THEIRS)}
+
+
+_NONE: dict[str, Any] = {}
 
 
 class _ListPolicy:
@@ -79,22 +83,27 @@ class _ListPolicy:
 
     def __init__(self, operators: Iterable[Any]) -> None:
         self.operators = frozenset(operators)
-        self.kinds = frozenset(kinds[operator] for operator in operators)  # an operator is slow to hash
+        self.kinds = frozenset(map(kind_of, operators))
 
     def __call__(self, ctx: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in self.operators else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class _AskingMode(OperatorMode):
-    """What the two modes have in common: the storage that they share, the policy, and the number of each call."""
+    """What the two modes have in common: the storage that they share, the policy, and the number of each call.
+
+    There is one of their calls for every operator of a pass, so what is the same for all operators is looked up when
+    they are made, and an operator about which there is nothing special takes the shortest way.
+    """
 
     is_recompute: bool
-    _context: SelectiveCheckpointContext | None = None  # where it is the same for all operators
 
     def __init__(self, policy_fn: Callable[..., Any], storage: dict[Any, list[Any]]) -> None:
         super().__init__()
         self.policy_fn = policy_fn
         self.storage = storage
+        self._listed = policy_fn.kinds if type(policy_fn) is _ListPolicy else None
+        self._context = SelectiveCheckpointContext(is_recompute=self.is_recompute)
         self._calls: dict[Any, int] = defaultdict(int)
         self._scope: Scope | None = None
         self.paused = False
@@ -109,18 +118,6 @@ class _AskingMode(OperatorMode):
     def __exit__(self, *error: Any) -> None:
         self._scope = None
         super().__exit__(*error)
-
-    def _decide(self, func: Any, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Decision:
-        policy = self.policy_fn
-        if type(policy) is _ListPolicy:
-            return _SAVE if kind in policy.kinds else _RECOMPUTE
-        context = self._context or SelectiveCheckpointContext(is_recompute=self.is_recompute, op_output=result)
-        try:
-            answer = policy(context, func, *args, **kwargs)
-            return _ANSWERS.get(id(answer)) or verdict(answer)
-        except TypeError as error:
-            self.refused = error  # as in selective.Keeping
-            raise
 
 
 class _CachingTorchDispatchMode(_AskingMode):
@@ -144,20 +141,31 @@ class _CachingTorchDispatchMode(_AskingMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        kind = kinds[func]
-        if self.paused or kind.is_passed_over(args, kwargs):
-            return func(*args, **kwargs)
+        kind = known_kinds.get(id(func)) or kind_of(func)
+        if self.paused or (not kind.is_usual and kind.is_passed_over(args, kwargs or _NONE)):
+            return kind.run(*args, **kwargs or _NONE)
         call = self._calls[kind]
         self._calls[kind] = call + 1
-        if kind.writes or kind.statistics:
-            self._changes.writes(func, kind, args, kwargs)
-        result = func(*args, **kwargs)
-        if kind.shares:
-            self._changes.shares(args, result)
-        decision = self._decide(func, kind, args, kwargs, result)
+        if kind.is_usual:
+            result = kind.run(*args, **kwargs) if kwargs else kind.run(*args)
+        else:
+            result = self._watched(func, kind, args, kwargs or _NONE)
+        if self._listed is not None:
+            decision: Decision = _SAVE if kind in self._listed else _RECOMPUTE
+        else:
+            context = self._context
+            context.op_output = result
+            try:
+                policy = self.policy_fn
+                answer = policy(context, func, *args, **kwargs) if kwargs else policy(context, func, *args)
+                decision = _VERDICT_ON.get(id(answer)) or verdict(answer)
+            except TypeError as error:
+                self.refused = error  # as in selective.Keeping
+                raise
+            finally:
+                context.op_output = None  # the policy's to look at, not to keep
         if type(decision) is not Recompute and kind.is_kept:
-            kept = keep_results(self._scope, kind, args, kwargs, result, decision)
+            kept = keep_results(self._scope, kind, args, kwargs or _NONE, result, decision)
             first = first_in(kept)
             if first is not None:  # else the result is empty
                 first.call = call
@@ -165,18 +173,27 @@ class _CachingTorchDispatchMode(_AskingMode):
                 self.storage[func].append(kept)
         return result
 
+    def _watched(self, func: Any, kind: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that may change what is kept, or give another name to its memory."""
+        if kind.writes or kind.statistics:
+            self._changes.writes(func, kind, args, kwargs)
+        result = kind.run(*args, **kwargs)
+        if kind.shares:
+            self._changes.shares(args, result)
+        return result
+
 
 class _CachedTorchDispatchMode(_AskingMode):
     """Around the replay: asks the policy again, and hands out of `storage` what the forward kept."""
 
     is_recompute = True
+    passes_over_detach = True  # see replay.py
 
     def __init__(
         self, policy_fn: Callable[..., Any], storage: dict[Any, list[Any]], allow_cache_entry_mutation: bool
     ) -> None:
         super().__init__(policy_fn, storage)
         self.allow_cache_entry_mutation = allow_cache_entry_mutation
-        self._context = SelectiveCheckpointContext(is_recompute=True)
         self._replays = 0
         self._fetched: Fetched = {}
 
@@ -189,20 +206,31 @@ class _CachedTorchDispatchMode(_AskingMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        kind = kinds[func]
-        if self.paused or kind.is_passed_over(args, kwargs):
-            return func(*args, **kwargs)
-        call = self._calls[kind]
-        self._calls[kind] = call + 1
-        saves = type(self._decide(func, kind, args, kwargs, None)) is not Recompute
-        entries = self.storage.get(func) if self.storage else None
+        kind = known_kinds.get(id(func)) or kind_of(func)
+        if self.paused or (not kind.is_usual and kind.is_passed_over(args, kwargs or _NONE)):
+            return kind.run(*args, **kwargs or _NONE)
+        storage = self.storage
+        call = -1
+        if storage:  # else there is nothing to be found by the number of a call
+            call = self._calls[kind]
+            self._calls[kind] = call + 1
+        if self._listed is not None:
+            saves = kind in self._listed
+        else:
+            try:
+                policy, context = self.policy_fn, self._context
+                answer = policy(context, func, *args, **kwargs) if kwargs else policy(context, func, *args)
+                saves = type(_VERDICT_ON.get(id(answer)) or verdict(answer)) is not Recompute
+            except TypeError as error:
+                self.refused = error  # as in selective.Keeping
+                raise
+        entries = storage.get(func) if storage and kind.is_kept else None
         first = first_in(entries[0]) if entries else None
-        if not kind.is_kept or not entries or first is None or first.call != call:
+        if not entries or first is None or first.call != call:
             if not saves or not kind.is_kept:
-                return func(*args, **kwargs)
-            error = _errors.backward_again if self._replays > 1 else _errors.not_kept
-            raise error(operator_name(func))
+                return kind.run(*args, **kwargs) if kwargs else kind.run(*args)
+            missing = _errors.backward_again if self._replays > 1 else _errors.not_kept
+            raise missing(operator_name(func))
         if not saves:
             raise _errors.kept_in_vain(operator_name(func))
         if self._scope is not None and self._scope.frame.finished and first.packed != self._scope.packed():

@@ -43,6 +43,7 @@ from recollect._torch import (
     OperatorMode,
     changes_arguments,
     detach_below_autograd,
+    direct_call,
     dropout_argument,
     gives_views,
     graph_is_kept,
@@ -75,8 +76,11 @@ class _Kind:
         "is_cast",
         "is_kept",
         "is_unwritten",
+        "is_usual",
         "only_reads",
+        "operator",
         "reshapes",
+        "run",
         "shares",
         "statistics",
         "writes",
@@ -84,6 +88,7 @@ class _Kind:
     )
 
     def __init__(self, operator: Any) -> None:
+        self.operator = operator
         self.only_reads = operator in METADATA_OPERATORS
         self.is_cast = operator is CAST
         self.writes = changes_arguments(operator)
@@ -95,19 +100,25 @@ class _Kind:
         self.is_unwritten = makes_unwritten_memory(operator)
         self.draws = may_draw(operator)
         self.dropout = dropout_argument(operator) if self.draws else None
+        # Whether it can be asked about and run, and nothing else is to be done.
+        self.is_usual = not (self.only_reads or self.is_cast or self.writes or self.statistics or self.shares)
+        self.run = direct_call(operator)
 
     def is_passed_over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call is not asked about: it only reads metadata, or may be autocast's cast of a weight."""
         return self.only_reads or (self.is_cast and is_cached(args, kwargs))
 
 
-class _Kinds(dict[Any, _Kind]):
-    def __missing__(self, operator: Any) -> _Kind:
-        kind = self[operator] = _Kind(operator)
-        return kind
+# By the operator's identity, which is quicker than its hash; its kind holds it, so that the identity stays its own.
+known_kinds: dict[int, _Kind] = {}
 
 
-kinds = _Kinds()
+def kind_of(operator: Any) -> _Kind:
+    """What is to be known of an operator."""
+    kind = known_kinds.get(id(operator))
+    if kind is None:
+        kind = known_kinds[id(operator)] = _Kind(operator)
+    return kind
 
 
 def is_cached(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -307,13 +318,13 @@ class Keeping(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = kinds[func]
+        kind = kind_of(func)
         if kind.statistics:
             self._changes.writes(func, kind, args, kwargs)
         if self.paused or kind.is_passed_over(args, kwargs):
             if kind.writes:
                 self._changes.writes(func, kind, args, kwargs)
-            return func(*args, **kwargs)
+            return kind.run(*args, **kwargs)
         table, policy = self._table, self._policy
         found = table.get(func) if table is not None else self._decide(func, args, kwargs)
         decision = found.at(len(self._kept[func])) if isinstance(found, ByCall) else found
@@ -324,14 +335,14 @@ class Keeping(OperatorMode):
         if not kind.is_kept or kind.is_unwritten or (decision is None and not is_counted):
             if kind.writes:
                 self._changes.writes(func, kind, args, kwargs)
-            result = func(*args, **kwargs)
+            result = kind.run(*args, **kwargs)
             if kind.shares:
                 self._changes.shares(args, result)
             return result
         calls = self._kept[func]
         place = len(calls)
         calls.append(None)  # counted also if it fails and the function goes on
-        result = func(*args, **kwargs)
+        result = kind.run(*args, **kwargs)
         if kind.shares:
             self._changes.shares(args, result)
         if decision is not None and type(decision) is not Recompute:
