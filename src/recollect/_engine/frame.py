@@ -14,8 +14,9 @@ Rules (numbers as in the contract):
 2. A region's inputs go through the hooks around it (`_inputs.py`), so asking for something deep makes the parents
    replay first.
 3. A replay pushes its own hooks and knows of no others.
-4. A pass is autograd's graph task, or a group of them; outside of any, each access is a pass of its own. What a
-   pass left behind is dropped at its end: autograd calls `_EndOfPass` then, and drops it if the backward fails.
+4. A pass is autograd's graph task, or a group of them; outside of any, each access is a pass of its own. A pass owns
+   its replays, and frames know them by weak reference alone: what a pass leaves behind is gone with it, also if the
+   backward fails.
 5, 6, 8. replay.py.
 7. Nothing here refers to an output of the region, nor to a tensor that was computed inside.
 9. Freed graphs have no slots. Inputs are checked by `_inputs.py`; a recovered tensor is compared with its version
@@ -129,7 +130,7 @@ class Frame:
         self.inputs = Inputs(arguments, tensors, flat, hooks)
         self.slots: list[int] = []
         self.signatures: list[Signature] = []
-        self.replays: dict[object, Replay] = {}
+        self.replays: dict[object, weakref.ref[Replay]] = {}  # by pass
         self._lock = RLock()
         self.journal: list[Any]
         if outer is None:
@@ -161,43 +162,52 @@ class Frame:
         try:
             if task < 0:
                 return self._replay_outside(index)
-            replay = self.replays.get(task)
+            replay = self.replay_known_to(task)
             if replay is not None and len(replay.tensors) > index:
                 return replay
             group = current_group()
             if group is None:
                 replay = run_replay(self, self.inputs.restore(self.region))
-                at_end_of_pass(_EndOfPass(self.replays, replay))
+                at_end_of_pass(replay)  # which holds it until then
             else:
                 replay = self._replay_in_group(group, index)
-            self.replays[task] = replay
+            self.replays[task] = weakref.ref(replay)
             return replay
         finally:
             if locked:
                 self._lock.release()
 
+    def replay_known_to(self, key: object) -> Replay | None:
+        """The replay of a pass that is still going on."""
+        replays = self.replays
+        if not replays:
+            return None
+        # A copy made at once: a garbage collection in between may take entries out.
+        for ended in [one for one, reference in replays.copy().items() if reference() is None]:
+            replays.pop(ended, None)
+        reference = replays.get(key)
+        return None if reference is None else reference()
+
     def _replay_in_group(self, group: Any, index: int) -> Replay:
-        replay = self.replays.get(weakref.ref(group))
+        replay = self.replay_known_to(weakref.ref(group))
         if replay is None or len(replay.tensors) <= index:
             replay = run_replay(self, self.inputs.restore(self.region))
             replay.grouped = True
             self.replays.pop(weakref.ref(group), None)  # or an equal key of an earlier replay would stay
-            self.replays[weakref.ref(group, partial(_group_ended, weakref.ref(self), replay))] = replay
+            # A reference to the group holds the replay until the group is gone.
+            self.replays[weakref.ref(group, partial(_group_ended, weakref.ref(self), replay))] = weakref.ref(replay)
         return replay
 
     def _replay_outside(self, index: int) -> Replay:
         """Replay for an access outside of any backward: a pass of its own, shared by the regions around this one."""
         access = _outside.access
         if access is None:
-            access = _Access()
-            try:
-                return self._replay_for_access(access, only=index)
-            finally:
-                access.end()
-        replay = self.replays.get(access)
+            return self._replay_for_access(_Access(), only=index)
+        replay = self.replay_known_to(weakref.ref(access))
         if replay is None:
-            replay = self.replays[access] = self._replay_for_access(access)
-            access.ends.append(_EndOfPass(self.replays, replay))
+            replay = self._replay_for_access(access)
+            access.replays.append(replay)
+            self.replays[weakref.ref(access)] = weakref.ref(replay)
         return replay
 
     def _replay_for_access(self, access: _Access, only: int | None = None) -> Replay:
@@ -229,16 +239,12 @@ class Frame:
 
 
 class _Access:
-    """An access to a saved tensor outside of any backward, as a pass."""
+    """An access to a saved tensor outside of any backward, as a pass: owns the replays of the regions around."""
 
-    __slots__ = ("ends",)
+    __slots__ = ("__weakref__", "replays")
 
     def __init__(self) -> None:
-        self.ends: list[_EndOfPass] = []
-
-    def end(self) -> None:
-        for end in self.ends:
-            end()
+        self.replays: list[Replay] = []
 
 
 class _Outside(threading.local):
@@ -250,37 +256,11 @@ class _Outside(threading.local):
 _outside = _Outside()
 
 
-def _forget(replays: dict[object, Replay], replay: Replay) -> None:
-    """Drop what a replay recovered and nobody took."""
-    replay.tensors.clear()
-    for key, value in list(replays.items()):
-        if value is replay:
-            del replays[key]
-
-
-def _group_ended(frame: weakref.ref[Frame], replay: Replay, _: object) -> None:
+def _group_ended(frame: weakref.ref[Frame], replay: Replay, group: object) -> None:
+    """Let go of the reference to a group, which holds the group's replay."""
     there = frame()
     if there is not None:
-        _forget(there.replays, replay)
-
-
-class _EndOfPass:
-    """Ends a pass for one frame: when autograd calls it, or when that is gone without having called it."""
-
-    _replays: dict[object, Replay] | None = None  # also if __init__ was interrupted
-
-    def __init__(self, replays: dict[object, Replay], replay: Replay) -> None:
-        self._replay = replay
-        self._replays = replays
-
-    def __call__(self) -> None:
-        replays = self._replays
-        if replays is None:
-            return
-        self._replays = None
-        _forget(replays, self._replay)
-
-    __del__ = __call__
+        there.replays.pop(group, None)
 
 
 def run_region(
@@ -356,7 +336,8 @@ def prepare(
 
     def unpack(slot: int) -> Tensor:
         index = slot - FIRST_SLOT
-        replay = replays.get(graph_task_id())
+        known = replays.get(graph_task_id())
+        replay = None if known is None else known()
         if replay is None or len(replay.tensors) <= index:
             replay = frame.replay_for(index)
         tensor = replay.tensors[index]

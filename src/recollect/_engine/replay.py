@@ -117,6 +117,10 @@ class Replay:
         if 0 in alive:
             self.special.update(index for index, one in enumerate(alive) if not one)
 
+    def __call__(self) -> None:
+        """The pass has ended: drop what nobody took. Who owns the pass may live on."""
+        self.tensors.clear()
+
     @property
     def stopped(self) -> bool:
         """Before the function had come to its end."""
