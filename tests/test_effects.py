@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import functools
 import gc
+import random
 import threading
 
 import pytest
@@ -528,3 +529,51 @@ def test_any_function_can_be_skipped():
     report = recollect.skip_on_replay(lambda *args, **kwargs: (args, kwargs))
     assert report(1, a=2) == ((1,), {"a": 2})
     assert report.__name__ == "<lambda>"
+
+
+@pytest.mark.parametrize("outer", [True, False, "all"])
+@pytest.mark.parametrize("inner", [True, False, "all"])
+@pytest.mark.filterwarnings("ignore:the checkpointed region .* draws random numbers:UserWarning")
+def test_what_happens_once_moves_no_generator_that_a_replay_does_not_put_back(inner, outer):
+    """The replay of the region around runs the inner forward anew; only what that replay restores is its to move."""
+
+    def draw():
+        return torch.rand(2), random.random()
+
+    def within(x):
+        recollect.once(draw)
+        return x.sin()
+
+    def around(x):
+        return recollect.checkpoint(within, x, preserve_rng_state=inner).sin().exp()
+
+    torch.manual_seed(0)
+    random.seed(0)
+    x = torch.ones(3, requires_grad=True)
+    y = recollect.checkpoint(around, x, preserve_rng_state=outer)
+    draw()  # what is drawn between forward and backward
+    before = torch.get_rng_state(), random.getstate()
+    y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_what_happens_once_leaves_the_numbers_after_it_as_they_were_in_nested_regions():
+    def within(x):
+        recollect.once(torch.rand, 3)
+        return x.sin() * torch.rand(3)
+
+    def around(x):
+        return (recollect.checkpoint(within, x) * torch.rand(3)).exp()
+
+    def plain(x):
+        torch.rand(3)
+        return ((x.sin() * torch.rand(3)) * torch.rand(3)).exp()
+
+    grads = []
+    for run in (plain, lambda x: recollect.checkpoint(around, x)):
+        torch.manual_seed(0)
+        x = torch.ones(3, requires_grad=True)
+        run(x).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)

@@ -184,7 +184,7 @@ class _Entry:
         self.arguments: list[int] = []  # those that were saved inside, in order
         self.result: list[Any] = []  # the result, if the call has ended
         self.error: Exception | None = None
-        self.random: RandomState | None = None
+        self.random: list[RandomState] = []  # after the call, of each region around it, from the inside out
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -232,7 +232,7 @@ def _run(
             made[id(tensor)] = _Weight(tensor) if is_weight else _Pinned(tensor)
         return made[id(tensor)]
 
-    entry.random = RandomState.like(scope.frame.ambient)
+    entry.random = [RandomState.like(one.frame.ambient) for one in (scope, *scope.outer())]
     entry.result = [rebuild(result, Tensor, keep)]
     return result
 
@@ -253,8 +253,11 @@ def _hand_out(
     scope.position = entry.after
     if entry.error is not None:
         raise _twin(entry.error)
-    if entry.random is not None:
-        entry.random.put()
+    # Of the region that is being replayed: its replay has put these generators where they were, and no others.
+    for one, state in zip((scope, *scope.outer()), entry.random, strict=False):
+        if one.replaying:
+            state.put()
+            break
     made: dict[int, Tensor] = {}
 
     def give(one: _Pinned | _Argument | _Weight) -> Tensor:
