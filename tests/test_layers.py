@@ -58,7 +58,7 @@ LAYERS = [
     ["recollect._sizes", "recollect._solver"],
     ["recollect._ties"],
     ["recollect._knapsack", "recollect._milp"],
-    ["recollect._errors", "recollect._steps", "recollect._optimizers", "recollect._patterns", "recollect._names"],
+    ["recollect._errors", "recollect._steps", "recollect._optimizers", "recollect._patterns", "recollect._names", "recollect._meshes"],
     ["recollect._problem", "recollect._ranks"],
     ["recollect._torch"],
 ]

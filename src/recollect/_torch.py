@@ -52,6 +52,23 @@ def reads_once(node: Any) -> bool:
     return node is not None and not isinstance(node, torch.autograd.function.FunctionCtx)
 
 
+def gradients_of(node: Any) -> tuple[set[int], set[int]]:
+    """Which gradients a node gives, by number, and which of them the running backward is after."""
+    every = {number: after for number, (after, _) in enumerate(node.next_functions) if after is not None}
+    return set(every), {number for number, after in every.items() if will_run(after)}
+
+
+def will_run(node: Any) -> bool:
+    """Whether the running backward comes to a node, or gives a gradient that would be summed up in it."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        # It refuses to answer for a leaf that `torch.autograd.grad` is asked about, and for no other one.
+        if "leaf node" not in str(error):
+            raise
+        return True
+
+
 # Autograd numbers its nodes as it makes them, so an unmoved number means that the same operator still runs.
 sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 # `torch.set_grad_enabled` without the cost of a context manager.
@@ -1023,6 +1040,83 @@ def composable_module() -> ModuleType | None:
     if not torch.distributed.is_available():
         return None
     return importlib.import_module("torch.distributed._composable.checkpoint_activation")
+
+
+# --- What torch.distributed keeps for a thread, or for the process ---
+
+# How a setting is read, and put.
+Setting = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def has_process_group() -> bool:
+    """Whether this process is a rank of a job: whether there is a default process group."""
+    return _groups is not None and _groups._world.default_pg is not None
+
+
+_groups: Any = None
+_meshes: Any = None
+if torch.distributed.is_available():
+    _groups = importlib.import_module("torch.distributed.distributed_c10d")
+    _meshes = importlib.import_module("torch.distributed.device_mesh")
+
+
+def distributed_settings() -> tuple[Setting, ...]:
+    """The default groups, the meshes that are entered, and, once DTensors are in use, what they go by."""
+    return _settings_of_groups() if _DISPATCH not in sys.modules else _settings_of_groups() + _settings_of_dtensors()
+
+
+_DISPATCH = "torch.distributed.tensor._dispatch"
+
+
+@functools.cache
+def _settings_of_groups() -> tuple[Setting, ...]:
+    def meshes() -> tuple[Any, ...]:
+        return tuple(_meshes._mesh_resources.mesh_stack)
+
+    def put_meshes(stack: tuple[Any, ...]) -> None:
+        _meshes._mesh_resources.mesh_stack[:] = stack
+
+    def default_group() -> Any:
+        return _groups._world.default_pg
+
+    def put_default_group(group: Any) -> None:
+        if group is None or group in _groups._world.pg_map:  # else it was destroyed since
+            _groups._update_default_pg(group)
+
+    settings: list[Setting] = [(default_group, put_default_group), (meshes, put_meshes)]
+    named = torch._C._distributed_c10d
+    if hasattr(named, "_current_process_group"):  # of this thread: torch.distributed._dist2
+        settings.append((named._current_process_group, named._set_process_group))
+    return tuple(settings)
+
+
+@functools.cache
+def _settings_of_dtensors() -> tuple[Setting, ...]:
+    redistribute, rules = (
+        importlib.import_module(f"torch.distributed.tensor.{name}") for name in ("_redistribute", "_utils")
+    )
+    dispatcher = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers  # `loss_parallel` adds to them
+
+    def put_handlers(those: dict[Any, Any]) -> None:
+        handlers.clear()
+        handlers.update(those)
+
+    # Plain tensors count as replicated ones: of the thread in 2.13, of the process before.
+    settings = [(handlers.copy, put_handlers), _attribute(dispatcher, "_allow_implicit_replication")]
+    settings += [
+        _attribute(redistribute, name)
+        for name in ("_FORCE_MIN_COST_REDISTRIBUTION_PLAN", "_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION")
+        if hasattr(redistribute, name)
+    ]
+    explicit = getattr(rules, "ExplicitRedistributionContext", None)
+    if explicit is not None:
+        settings.append(_attribute(explicit._local, "_active"))
+    return tuple(settings)
+
+
+def _attribute(owner: Any, name: str) -> Setting:
+    return functools.partial(getattr, owner, name, None), functools.partial(setattr, owner, name)
 
 
 # --- For people ---

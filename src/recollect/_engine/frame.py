@@ -43,6 +43,7 @@ from torch import Tensor
 from recollect import _errors
 from recollect._ambient import Ambient
 from recollect._engine.calls import innermost, take_off
+from recollect._engine.groups import Shared
 from recollect._engine.replay import Replay, describe_difference, run_replay
 from recollect._engine.scope import Scope, Watch, here
 from recollect._engine.selective import forward_mode, takes_a_mode, tell_if_useless
@@ -180,7 +181,9 @@ class Frame:
         replay = self.replays.get(weakref.ref(group))
         if replay is None or len(replay.tensors) <= index:
             replay = run_replay(self, self.inputs.restore(self.region))
-            replay.grouped = True
+            # So that every slot looks as if it had been handed over, and is asked for there.
+            replay.shared = Shared(replay.tensors)
+            replay.tensors = [None] * len(replay.tensors)
             self.replays.pop(weakref.ref(group), None)  # or an equal key of an earlier replay would stay
             self.replays[weakref.ref(group, partial(_group_ended, weakref.ref(self), replay))] = replay
         return replay
@@ -210,15 +213,24 @@ class Frame:
             _outside.access = before
 
     def _recover_again(self, index: int, replay: Replay) -> tuple[Replay, Tensor]:
-        """For a slot whose tensor has been handed over in this pass."""
-        if not replay.grouped and reads_once(current_node()):
+        """For a slot whose tensor has been handed over in this pass, or is shared by the calls of a group."""
+        shared = replay.shared
+        if shared is not None:
+            tensor = shared.take(index)
+            if tensor is None and getattr(current_group(), "may_overlap", False):
+                _forget(self.replays, replay)
+                replay = self.replay_for(index)
+                tensor = None if replay.shared is None else replay.shared.take(index)
+            if tensor is not None:
+                return replay, tensor
+        elif reads_once(current_node()):
             # Two nodes own it. A change of a view stands in the graph as a change of its base, and if the view is
             # gone, a double backward comes by the change itself too.
             replay = self.replay_for(index, once_more=True)
             tensor = replay.tensors[index]
             if tensor is not None:
                 return replay, tensor
-        error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
+        error = _errors.unpacked_twice if shared is None else _errors.groups_overlap
         raise error(self.region(), index, describe_difference(self, replay), call_site(sys._getframe()))
 
     def _changed_since(self, index: int, replay: Replay, tensor: Tensor) -> Exception:
@@ -253,6 +265,7 @@ _outside = _Outside()
 def _forget(replays: dict[object, Replay], replay: Replay) -> None:
     """Drop what a replay recovered and nobody took."""
     replay.tensors.clear()
+    replay.shared = None
     for key, value in list(replays.items()):
         if value is replay:
             del replays[key]
