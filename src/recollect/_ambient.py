@@ -1,9 +1,9 @@
 """Ambient state: what a function reads without being given it. Captured in the forward, in force again in the replay.
 
 Parts: random generators, autocast, the default device and dtype, the accelerator's device and stream, torch
-functions, what `torch.distributed` keeps (`_meshes.py`); `Ambient` is all of them. Each part has one method, `restore`: put the captured state in force and return
-how to undo that, or return None if it is in force already. That is judged at the replay, never assumed from the
-forward. A part that could not matter is not made at all.
+functions, what `torch.distributed` keeps (`_meshes.py`); `Ambient` is all of them. Each part has one method,
+`restore`: put the captured state in force and return how to undo that, or return None if it is in force already. That
+is judged at the replay, never assumed from the forward. A part that could not matter is not made at all.
 
 Which generators there are, and how exact their preservation is, stands in `_generators.py`. Here is which of them a
 region takes: those of torch's operators, or, with `preserve_rng_state="all"`, the others too.

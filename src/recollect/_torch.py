@@ -61,7 +61,7 @@ def gradients_of(node: Any) -> tuple[set[int], set[int]]:
 def will_run(node: Any) -> bool:
     """Whether the running backward comes to a node, or gives a gradient that would be summed up in it."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # type: ignore[attr-defined]
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError as error:
         # It refuses to answer for a leaf that `torch.autograd.grad` is asked about, and for no other one.
         if "leaf node" not in str(error):
@@ -71,6 +71,14 @@ def will_run(node: Any) -> bool:
 
 # Autograd numbers its nodes as it makes them, so an unmoved number means that the same operator still runs.
 sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+
+
+def node_number(node: Any) -> int:
+    """The number of a node; that of a leaf's is larger than all others."""
+    number: int = node._sequence_nr()
+    return number
+
+
 # `torch.set_grad_enabled` without the cost of a context manager.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # How many torch-function modes this thread has: without any, no default device can be in force.
@@ -1117,6 +1125,95 @@ def _settings_of_dtensors() -> tuple[Setting, ...]:
 
 def _attribute(owner: Any, name: str) -> Setting:
     return functools.partial(getattr, owner, name, None), functools.partial(setattr, owner, name)
+
+
+# --- Ranks, and tensors that are on several ---
+
+
+def is_group(value: Any) -> bool:
+    """Whether it is a process group."""
+    return _groups is not None and isinstance(value, torch.distributed.ProcessGroup)
+
+
+def is_mesh(value: Any) -> bool:
+    """Whether it is a device mesh."""
+    return _meshes is not None and isinstance(value, _meshes.DeviceMesh)
+
+
+def group_exists(group: Any) -> bool:
+    """Whether a process group is there, with this rank in it, and has not been destroyed."""
+    return group in _groups._world.pg_map
+
+
+def current_mesh() -> Any:
+    """The device mesh that is entered in this thread, or None."""
+    stack = _meshes._mesh_resources.mesh_stack
+    return stack[-1] if stack else None
+
+
+def new_group_like(group: Any, ranks: Sequence[int]) -> Any:
+    """Another process group of the same ranks, with the same backend and timeout. Only these ranks need to make it."""
+    config = torch.distributed.get_backend_config(group)
+    backend = torch.distributed.get_backend(group)
+    device = torch.device(config.partition(":")[0] if ":" in config else "cpu")
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # a backend that does not say
+        timeout = None
+    is_mixed = len({one.partition(":")[2] for one in config.split(",")}) > 1
+    return torch.distributed.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend=config if is_mixed else backend,
+        use_local_synchronization=True,
+        group_desc="recollect",
+    )
+
+
+_all_gather: Any = getattr(torch.distributed, "all_gather_single", None)  # its name since 2.13
+
+
+def all_gather(target: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
+    """Begin to gather the parts of all ranks, one after the other; gives what waits for that."""
+    gather = _all_gather or torch.distributed.all_gather_into_tensor
+    return gather(target, part, group=group, async_op=True)
+
+
+def waited_for(tensor: torch.Tensor) -> torch.Tensor:
+    """What a collective that is under way will give, when it has; any other tensor as it is."""
+    wait = getattr(tensor, "trigger_wait", None)  # of AsyncCollectiveTensor
+    return tensor if wait is None else wait()
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def mesh_of(tensor: torch.Tensor) -> Any:
+    """The device mesh of a DTensor, None of any other tensor."""
+    return tensor.device_mesh if _is_dtensor(tensor) else None  # type: ignore[attr-defined]
+
+
+def local_copy_of(tensor: Any, ranks: Sequence[int]) -> tuple[torch.Tensor | None, Any]:
+    """The local tensor of a DTensor that some ranks have copies of, and the rest of it; None if they have not."""
+    if not _is_dtensor(tensor):
+        return None, None
+    mesh = tensor.device_mesh
+    for dimension, placement in enumerate(tensor.placements):
+        if sorted(torch.distributed.get_process_group_ranks(mesh.get_group(dimension))) == list(ranks):
+            if placement.is_replicate():
+                return waited_for(tensor.to_local()), (mesh, tensor.placements, tensor.shape, tensor.stride())
+            break
+    return None, None
+
+
+def dtensor_like(like: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor again, with another local tensor."""
+    mesh, placements, shape, stride = like
+    kind: Any = sys.modules["torch.distributed.tensor"].DTensor
+    made: torch.Tensor = kind.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return made
 
 
 # --- For people ---

@@ -48,11 +48,14 @@ from recollect._engine.replay import Replay, describe_difference, run_replay
 from recollect._engine.scope import Scope, Watch, here
 from recollect._engine.selective import forward_mode, takes_a_mode, tell_if_useless
 from recollect._errors import Signature
+from recollect._gathering import Gathering, gather_later
 from recollect._inputs import Arguments, Inputs, find_tensors
 from recollect._kept import FIRST_SLOT, hooks_into
+from recollect._shard import Shard
 from recollect._stores.chosen import store_of
 from recollect._torch import (
     PLAIN_TYPES,
+    Hooks,
     at_end_of_pass,
     current_group,
     current_node,
@@ -76,7 +79,7 @@ class Options:
     preserve_rng_state: bool | str = True
     name: str | None = None
     policy: Policy | None = None
-    inputs: Offload | None = None
+    inputs: Offload | Shard | None = None
     # Said once, because every region asks: whether nothing is to be entered around the function, and whether nothing
     # was chosen that asks for more than guards.
     is_bare: bool = field(init=False, repr=False, compare=False)
@@ -106,6 +109,7 @@ class Frame:
     # Of operators, by place in the journal: see selective.py.
     kept_outputs: dict[int, dict[Any, list[Any]]] | None = None
     kept_regions: Any = None  # named ones: see kept_region.py
+    gathering: Gathering | None = None  # of inputs that several ranks keep
 
     def __init__(
         self,
@@ -126,8 +130,11 @@ class Frame:
         self.ambient = Ambient(tensors, options.preserve_rng_state, arguments)
         self.around = hooks = top_hooks()  # the saved-tensor hooks around the region
         if hooks is None and options.inputs is not None:
-            hooks = hooks_into(store_of(options.inputs), _inputs_are_checked)
+            hooks = self._hooks_for(options.inputs, tensors)
         self.inputs = Inputs(arguments, tensors, flat, hooks)
+        if self.gathering is not None:
+            compares = self.verification is not None and self.verification.record is not None
+            self.gathering.begin(self.region, arguments, compares=compares)
         self.slots: list[int] = []
         self.signatures: list[Signature] = []
         self.replays: dict[object, Replay] = {}
@@ -140,6 +147,13 @@ class Frame:
             self.end = self.start = outer.position
         if options.debug:
             self.trace = OperatorTrace()
+
+    def _hooks_for(self, decision: Offload | Shard, tensors: list[Tensor]) -> Hooks | None:
+        """Where the inputs wait for the replay."""
+        if isinstance(decision, Offload):
+            return hooks_into(store_of(decision), _inputs_are_checked)
+        self.gathering = gather_later(decision, tensors)
+        return None if self.gathering is None else self.gathering.hooks
 
     def region(self) -> str:
         """How messages name it."""
@@ -418,6 +432,8 @@ def forward_ended(
     if succeeded:
         frame.finished = True
         frame.end = scope.position
+        if frame.gathering is not None:
+            frame.gathering.forward_ended()
         if frame.ambient.parts:
             frame.ambient.forward_ended()
         if frame.verification is not None:
