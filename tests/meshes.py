@@ -54,7 +54,8 @@ def run_on_ranks(module, count, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.start_processes(_work, (module, count, port, str(folder)), nprocs=count, start_method="spawn")
+    name = module.rpartition(".")[2]
+    mp.start_processes(_work, (name, count, port, str(folder)), nprocs=count, start_method="spawn")
     return Results([torch.load(Path(folder) / f"{rank}.pt") for rank in range(count)])
 
 

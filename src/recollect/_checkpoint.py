@@ -219,6 +219,8 @@ def run_compiled(
 ) -> Any:
     """`_run`, for Dynamo to read; `has_parts` if modules inside have decisions of their own."""
     check, debug, policy = options.determinism_check, options.debug, options.policy
+    if options.inputs is not None:
+        _compile.say("inputs")
     return _run_compiled(
         function, args, kwargs, check, debug=debug, policy=policy, context_fn=context_fn, has_parts=has_parts
     )

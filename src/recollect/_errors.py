@@ -144,6 +144,10 @@ def infeasible(budget: int, smallest: int, where: str) -> InfeasibleError:
     return error
 
 
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
 def not_ranks(over: object) -> TypeError:
     hint = ""
     if type(over).__name__ in ("Shard", "Replicate", "Partial"):
@@ -189,13 +193,14 @@ def not_a_member(shard: str) -> RuntimeError:
     )
 
 
-def inputs_differ(region: str, shard: str, name: str, seen: dict[int, str]) -> CheckpointError:
-    kinds = set(seen.values())
+def inputs_differ(region: str, shard: str, name: str, seen: dict[int, str], others: Sequence[int]) -> CheckpointError:
+    """`seen` is what each rank has, `others` are the ranks that have something else than the first."""
+    kinds, first = set(seen.values()), min(seen)
     what = f"{name or 'the tensors to keep'} of the checkpointed region {region}"
     if len(kinds) > 1:
         difference = "; ".join(f"{one} on rank {rank}" for rank, one in seen.items())
     else:
-        difference = f"{kinds.pop()} with other values on ranks {', '.join(map(str, seen))}"
+        difference = f"{kinds.pop()}, with other values or strides on {_ranks(others)} than on rank {first}"
     error = CheckpointError(
         f"The ranks do not have copies of {what}: {difference}. inputs={shard} keeps one part of it on each rank, so "
         "it must be the same on all of them, bit by bit. What is different on each rank, such as a part of a batch or "

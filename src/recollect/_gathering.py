@@ -198,6 +198,7 @@ class Gathering:
             and type(values) is Tensor
             and has_plain_memory(values)
             and values.nbytes >= max(int(self._shard.min_bytes), 1)
+            and values.nbytes <= values.untyped_storage().nbytes()  # an expanded one would be kept several times
             and not is_parameter(tensor)
         )
 
@@ -344,11 +345,12 @@ def _compare(
     distributed.all_gather_object(everybody, own, group=team.group)
     if all(one == own for one in everybody):
         return
-    count = min(map(len, everybody))
-    where = next((index for index in range(count) if any(one[index] != everybody[0][index] for one in everybody)), None)
-    name = "" if where is None or where >= len(cut) else name_of_tensor(arguments, cut[where][0])
-    seen = [f"{len(one)} tensors" if where is None else one[where][0] for one in everybody]
-    raise _errors.inputs_differ(region(), repr(shard), name, dict(zip(team.ranks, seen, strict=True)))
+    first, count = everybody[0], min(map(len, everybody))
+    where = next((index for index in range(count) if any(one[index] != first[index] for one in everybody)), None)
+    name = "" if where is None else name_of_tensor(arguments, cut[where][0])
+    seen = [f"{len(one)} of them" if where is None else one[where][0] for one in everybody]
+    others = [rank for rank, one in zip(team.ranks, everybody, strict=True) if one != first]
+    raise _errors.inputs_differ(region(), repr(shard), name, dict(zip(team.ranks, seen, strict=True)), others)
 
 
 _PIECE = 2**22  # what is made of one on the way, 64-bit integers, is bounded

@@ -70,12 +70,16 @@ class Shard:
             _dimension(over, mesh)
 
     def __repr__(self) -> str:
-        given = [repr(self.over)]
+        given = [f"<process group of ranks {_ranks_of(self.over)}>" if is_group(self.over) else repr(self.over)]
         if self.mesh is not None:
             given.append(f"mesh={self.mesh!r}")
         if self.min_bytes != MIN_BYTES:
             given.append(f"min_bytes={self.min_bytes!r}")
         return f"Shard({', '.join(given)})"
+
+
+def _ranks_of(group: Any) -> list[int] | str:
+    return distributed.get_process_group_ranks(group) if group_exists(group) else "that are not there any more"
 
 
 def _dimension(over: str | int, mesh: Any) -> int:
