@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
-TIMEOUT = datetime.timedelta(seconds=20)  # that nothing hangs
+TIMEOUT = datetime.timedelta(seconds=60)  # that nothing hangs
 
 
 class Results:

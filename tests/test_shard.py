@@ -408,6 +408,31 @@ def microbatches(rank):
     return given
 
 
+def garbage_on_one_rank(rank):
+    """What one rank happens to hold of graphs that are over does not make it gather anything else."""
+    events = []
+    model = Model(events)
+    recollect.apply(model, {"layers.*": recollect.Recompute(inputs=all_ranks())})
+    model.eval()
+    model(a_batch()).sum().backward()
+    held = []
+    for _ in range(2):
+        loss = model(a_batch()).sum()
+        if rank == 1:
+            held.append(loss)  # a step that was given up
+        del loss
+        x = model.embed(a_batch())
+        side = model.layers[2](x)
+        if rank == 2:
+            held.append(side)  # a branch that the loss does not need
+        del side
+        loss = model.layers(x).sum()
+        events.clear()
+        with Collectives(events):
+            loss.backward()
+    return events
+
+
 def inside_of_others(rank):
     """In a region, or under somebody's hooks, inputs belong to those around."""
     given = {}
@@ -519,6 +544,7 @@ SCENARIOS = [
     what_a_collective_has_yet_to_give,
     passes,
     microbatches,
+    garbage_on_one_rank,
     inside_of_others,
     in_another_thread,
     not_copies,
@@ -661,6 +687,10 @@ def test_a_pass_that_fails_has_begun_the_same_on_all_ranks(results):
 
 def test_each_of_several_microbatches_finds_its_own_way_back(results):
     assert results.same("microbatches") == [{"events": IN_ORDER, "equal": True}] * 2
+
+
+def test_garbage_that_a_rank_holds_changes_nothing(results):
+    assert results.same("garbage_on_one_rank") == IN_ORDER
 
 
 def test_it_means_nothing_inside_of_others(results):
