@@ -212,8 +212,9 @@ class Gathering:
             self._before = _region_before([tensor.grad_fn for tensor, _ in cut], line)
         self._begun = sequence_number()
 
-    def forward_ended(self) -> None:
-        if self._parts:
+    def forward_ended(self, *, saved: bool) -> None:
+        """The region has come to its end; `saved` if autograd saved anything there, so that a replay may come."""
+        if self._parts and saved:
             _here.add(self._begun, sequence_number(), self)
 
     # --- In backward ---
@@ -302,7 +303,7 @@ _here = _Here()
 
 def _region_before(nodes: Sequence[Any], line: _Line) -> tuple[Any, weakref.ref[Gathering]] | None:
     """The last region that the graph leads to from some nodes, with a node of it."""
-    first = line[0][0]
+    first = line[0][0]  # not what is found, but where to stop looking
     waiting = [(-node_number(node), place, node) for place, node in enumerate(nodes)]
     heapq.heapify(waiting)
     seen = set()
@@ -323,7 +324,8 @@ def _region_before(nodes: Sequence[Any], line: _Line) -> tuple[Any, weakref.ref[
 def _region_at(number: int, line: _Line) -> weakref.ref[Gathering] | None:
     for begun, ended, reference in reversed(line):
         if begun <= number < ended:
-            return reference
+            # One that is gone counts as if it had been taken out of the line already, as it may have been elsewhere.
+            return None if reference() is None else reference
         if ended <= number:
             return None
     return None

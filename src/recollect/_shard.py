@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, distributed
 
@@ -34,7 +34,9 @@ class Shard:
     arguments that were computed and need grad; all others stay as they are.
 
     All ranks of the group must call the same regions in the same order and run the same backward passes over them, as
-    tensor parallel asks for anyway: gathering is a collective. So is reading a saved tensor of such a region by hand.
+    tensor parallel asks for anyway: gathering is a collective. So is reading a saved tensor of such a region by hand;
+    and where the replay of a region is compared by value, in the first step that is, so is its forward, which sees
+    whether the ranks do have copies. `recollect.verify_again` is called on all ranks or on none.
 
     Args:
         over: A dimension of the mesh, by name or by number; a device mesh of one dimension, such as `mesh["tp"]`; or a
@@ -98,7 +100,8 @@ def _dimension(over: str | int, mesh: Any) -> int:
 # --- The ranks that are meant ---
 
 
-class Team(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Team:
     """Ranks that have copies of the same tensors."""
 
     group: Any  # for gathering, and for nothing else

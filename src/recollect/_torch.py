@@ -1155,9 +1155,8 @@ def new_group_like(group: Any, ranks: Sequence[int]) -> Any:
     """Another process group of the same ranks, with the same backend and timeout. Only these ranks need to make it."""
     config = torch.distributed.get_backend_config(group)
     backend = torch.distributed.get_backend(group)
-    device = torch.device(config.partition(":")[0] if ":" in config else "cpu")
     try:
-        timeout = group._get_backend(device).options._timeout
+        timeout = group._get_backend(torch.device(config.partition(":")[0])).options._timeout
     except (AttributeError, RuntimeError):  # a backend that does not say
         timeout = None
     is_mixed = len({one.partition(":")[2] for one in config.split(",")}) > 1

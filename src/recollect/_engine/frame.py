@@ -433,7 +433,7 @@ def forward_ended(
         frame.finished = True
         frame.end = scope.position
         if frame.gathering is not None:
-            frame.gathering.forward_ended()
+            frame.gathering.forward_ended(saved=bool(frame.slots))
         if frame.ambient.parts:
             frame.ambient.forward_ended()
         if frame.verification is not None:
