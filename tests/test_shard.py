@@ -533,6 +533,27 @@ def changed_in_place(rank):
     return seen.counts.get(GATHER, 0)
 
 
+def groups_that_are_gone(rank):
+    """The last scenario: it ends the job, and begins another."""
+    x = a_batch().requires_grad_()
+    region = recollect.remat(lambda x: x.sin().exp(), inputs=all_ranks())
+    loss = region(x * 2).sum()
+    store = distributed.distributed_c10d._get_default_store()
+    distributed.barrier()
+    distributed.destroy_process_group()
+    given = {}
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        given["message"] = str(error)
+    store = distributed.PrefixStore("again", store)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    again = recollect.remat(lambda x: x.sin().exp(), inputs=all_ranks())
+    again(x * 2).sum().backward()
+    given["equal"] = torch.equal(x.grad, torch.autograd.grad((x * 2).sin().exp().sum(), x)[0])
+    return given
+
+
 SCENARIOS = [
     first_and_later_steps,
     lengths_that_do_not_divide,
@@ -549,6 +570,7 @@ SCENARIOS = [
     in_another_thread,
     not_copies,
     changed_in_place,
+    groups_that_are_gone,
 ]
 
 
@@ -730,6 +752,12 @@ def test_later_steps_are_not_compared_unless_they_are_to_be(results):
 
 def test_an_input_that_was_changed_in_place_is_found(results):
     assert results.same("changed_in_place") == 1
+
+
+def test_a_backward_after_the_groups_are_gone(results):
+    found = results.same("groups_that_are_gone")
+    assert "the process groups of ranks 0, 1, 2, 3 were destroyed after its forward" in found["message"]
+    assert found["equal"]
 
 
 # --- The decision, where there are no ranks ---

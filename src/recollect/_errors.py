@@ -193,6 +193,13 @@ def not_a_member(shard: str) -> RuntimeError:
     )
 
 
+def group_is_gone(ranks: Sequence[int]) -> RuntimeError:
+    return RuntimeError(
+        f"the parts of a region's inputs cannot be gathered: the process groups of {_ranks(ranks)} were destroyed "
+        "after its forward. Call torch.distributed.destroy_process_group() when no backward is left to run"
+    )
+
+
 def inputs_differ(region: str, shard: str, name: str, seen: dict[int, str], others: Sequence[int]) -> CheckpointError:
     """`seen` is what each rank has, `others` are the ranks that have something else than the first."""
     kinds, first = set(seen.values()), min(seen)

@@ -14,6 +14,7 @@ What this is not: nothing is kept or sent here (`_gathering.py`).
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -104,15 +105,24 @@ def _dimension(over: str | int, mesh: Any) -> int:
 class Team:
     """Ranks that have copies of the same tensors."""
 
-    group: Any  # for gathering, and for nothing else
+    _group: weakref.ref[Any]  # weak, because `destroy_process_group` is to be the end of it
     ranks: tuple[int, ...]  # in the whole job; ascending, as they are in the group
     rank: int  # this one's place among them
+
+    @property
+    def group(self) -> Any:
+        """The process group for gathering, and for nothing else."""
+        group = self._group()
+        if group is None:
+            raise _errors.group_is_gone(self.ranks)
+        return group
 
     def __len__(self) -> int:
         return len(self.ranks)
 
 
-_teams: dict[Any, Team] = {}  # by the group of the same ranks that the user has
+# By the group of the same ranks that the user has.
+_teams: weakref.WeakKeyDictionary[Any, Team] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -121,15 +131,14 @@ def team_of(shard: Shard, tensors: Sequence[Tensor]) -> Team:
     if not (distributed.is_available() and distributed.is_initialized()):
         raise _errors.no_process_group(repr(shard))
     group = _group_of(shard, tensors)
+    if not (is_group(group) and group_exists(group)):
+        raise _errors.not_a_member(repr(shard))
     team = _teams.get(group)
     if team is None:
         with _lock:
             team = _teams.get(group)
             if team is None:
-                team = _make(shard, group)
-                for known in [known for known in _teams if not group_exists(known)]:
-                    del _teams[known]
-                _teams[group] = team
+                team = _teams[group] = _make(group)
     return team
 
 
@@ -149,9 +158,7 @@ def _group_of(shard: Shard, tensors: Sequence[Tensor]) -> Any:
     return mesh.get_group(_dimension(over, mesh))
 
 
-def _make(shard: Shard, group: Any) -> Team:
-    if not group_exists(group) or distributed.get_rank(group) < 0:
-        raise _errors.not_a_member(repr(shard))
+def _make(group: Any) -> Team:
     ranks = tuple(sorted(distributed.get_process_group_ranks(group)))
     own = new_group_like(group, ranks) if len(ranks) > 1 else group
-    return Team(own, ranks, ranks.index(distributed.get_rank()))
+    return Team(weakref.ref(own), ranks, ranks.index(distributed.get_rank()))
