@@ -19,6 +19,7 @@ EXAMPLES = {
     "lightning_module": (["lightning"], TWICE),
     "long_context": ([], r"left the device: 6 MiB"),
     "resnet": ([], r"kept: 3,\d{3},\d{3} bytes before, 9\d{2},\d{3} after; batches .* in two steps: 2"),
+    "tensor_parallel": ([], TWICE),
     "torchtitan_policy": ([], TWICE),
     "transformers_llama": (["transformers"], TWICE),
     "transformers_trainer": (["transformers", "accelerate"], TWICE),

@@ -448,3 +448,92 @@ def test_a_group_entered_twice_in_an_unfinished_forward():
     x = leaf(3)
     expected = torch.autograd.grad(function(x).sum(), x)[0]
     assert torch.equal(torch.autograd.grad(recollect.checkpoint(function, x).sum(), x)[0], expected)
+
+
+# --- A backward that is split into gradients of inputs and of weights ---
+
+
+class Layer:
+    """Nodes that have the gradient of an input to give, and of a weight: a norm and two products."""
+
+    def __init__(self):
+        self.calls = 0
+        self.x, self.scale = leaf(4, 6), leaf(6, seed=1)
+        self.first, self.second = leaf(6, 6, seed=2), leaf(6, 6, seed=3)
+        self.weights = (self.scale, self.first, self.second)
+
+    def __call__(self, x):
+        self.calls += 1
+        return torch.tanh(torch.nn.functional.layer_norm(x, (6,), self.scale) @ self.first) @ self.second
+
+    def expected(self):
+        found = torch.autograd.grad(self(self.x).sum(), (self.x, *self.weights))
+        self.calls = 0
+        return found
+
+
+def check(got, expected):
+    assert all(map(torch.equal, got, expected))
+
+
+def test_input_and_weights_share_one_replay():
+    layer = Layer()
+    grad_of_x, *grads = layer.expected()
+    y = recollect.checkpoint(layer, layer.x).sum()
+    with GraphExecGroup():
+        check(torch.autograd.grad(y, layer.x, retain_graph=True), [grad_of_x])
+        check(torch.autograd.grad(y, layer.second, retain_graph=True), [grads[2]])
+    assert layer.calls == 2
+
+
+def test_weights_one_after_the_other():
+    """As pipelines do: from the nodes that the weights go into, with the gradients that came by there."""
+    from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+    layer = Layer()
+    grad_of_x, *grads = layer.expected()
+    y = recollect.checkpoint(layer, layer.x)
+    group = GraphExecGroup()
+    with group:
+        found, parts = stage_backward_input([y], [torch.ones_like(y)], [layer.x], iter(layer.weights))
+    check(found, [grad_of_x])
+    assert len(parts) == 3
+    with group:
+        stage_backward_weight(iter(layer.weights), parts)
+    check([weight.grad for weight in layer.weights], grads)
+    assert layer.calls == 2
+
+
+def test_only_what_other_gradients_need_is_held_between_the_calls():
+    layer = Layer()
+    y = recollect.checkpoint(layer, layer.x).sum()
+    with GraphExecGroup():
+        torch.autograd.grad(y, layer.x, retain_graph=True)
+        frames = [one for one in gc.get_objects() if type(one).__name__ == "Shared"]
+        recovered = [tensor is None for one in frames for tensor in one.tensors]
+        del frames
+    # tanh has one gradient to give, and gave it; the norm and the products have others to give yet.
+    assert recovered.count(True) == 1
+    assert len(recovered) > 4
+
+
+def test_the_same_gradient_twice_is_an_overlap_all_the_same():
+    layer = Layer()
+    y = recollect.checkpoint(layer, layer.x).sum()
+    with GraphExecGroup():
+        torch.autograd.grad(y, layer.x, retain_graph=True)
+        with pytest.raises(recollect.CheckpointError, match=OVERLAP):
+            torch.autograd.grad(y, (layer.x, layer.second), retain_graph=True)
+
+
+def test_a_group_may_allow_overlaps():
+    class Lenient(GraphExecGroup):
+        may_overlap = True
+
+    layer = Layer()
+    expected = layer.expected()
+    y = recollect.checkpoint(layer, layer.x).sum()
+    with Lenient():
+        check(torch.autograd.grad(y, layer.x, retain_graph=True), expected[:1])
+        check(torch.autograd.grad(y, (layer.x, *layer.weights)), expected)
+    assert layer.calls == 3

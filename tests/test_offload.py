@@ -1003,7 +1003,7 @@ def test_bad_options(options, kind, message):
 
 def test_bad_inputs():
     for make in (lambda: Recompute(inputs=Save()), lambda: recollect.remat(torch.sin, inputs=True)):
-        with pytest.raises(TypeError, match=r"inputs must be recollect.Offload\(\) or None"):
+        with pytest.raises(TypeError, match=r"inputs must be recollect.Offload\(\), recollect.Shard\(...\) or None"):
             make()
 
 

@@ -8,6 +8,7 @@ from recollect._engine.pinned import is_recomputing, once, pin, skip_on_replay
 from recollect._errors import CheckpointError
 from recollect._generators import register_generator, unregister_generator
 from recollect._patch import patch_torch
+from recollect._shard import Shard
 from recollect._stores.chosen import offload_stats
 from recollect.explain import explain
 from recollect.fit import BudgetError, Frontier, frontier, plan
@@ -25,6 +26,7 @@ __all__ = [
     "Plan",
     "Recompute",
     "Save",
+    "Shard",
     "apply",
     "by_name",
     "checkpoint",

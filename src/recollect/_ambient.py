@@ -1,9 +1,9 @@
 """Ambient state: what a function reads without being given it. Captured in the forward, in force again in the replay.
 
 Parts: random generators, autocast, the default device and dtype, the accelerator's device and stream, torch
-functions; `Ambient` is all of them. Each part has one method, `restore`: put the captured state in force and return
-how to undo that, or return None if it is in force already. That is judged at the replay, never assumed from the
-forward. A part that could not matter is not made at all.
+functions, what `torch.distributed` keeps (`_meshes.py`); `Ambient` is all of them. Each part has one method,
+`restore`: put the captured state in force and return how to undo that, or return None if it is in force already. That
+is judged at the replay, never assumed from the forward. A part that could not matter is not made at all.
 
 Which generators there are, and how exact their preservation is, stands in `_generators.py`. Here is which of them a
 region takes: those of torch's operators, or, with `preserve_rng_state="all"`, the others too.
@@ -49,12 +49,14 @@ from recollect._generators import (
 from recollect._generators import get_cpu_state as get_cpu_state
 from recollect._generators import set_cpu_state as set_cpu_state
 from recollect._inputs import Arguments, find_tensors
+from recollect._meshes import Meshes
 from recollect._torch import (
     PLAIN_TYPES,
     TORCH_FUNCTION_ENABLED,
     accelerator_module,
     default_device,
     function_mode_count,
+    has_process_group,
     is_initialised,
     level_of_user_code,
     set_torch_function_state,
@@ -103,6 +105,8 @@ class Ambient:
             types = _types_of(devices)
             looks = _looks_at(types[0])
             self.parts = _parts(types, devices, preserve_rng_state, arguments)
+        if has_process_group():
+            self.parts = (*self.parts, Meshes())
         self._looks = looks
         self._seen = seen = tuple(map(_ask, looks))
         # A default device is a torch-function mode: where there are any, their number does not tell.

@@ -23,6 +23,7 @@ from recollect import _compile, _errors
 from recollect._engine.frame import Options, run_region
 from recollect._engine.reentrant import CheckpointFunction
 from recollect._known import all_known
+from recollect._shard import Shard
 from recollect._torch import is_stock_noop_context_fn, is_traced_by_autograd, never_begin
 from recollect.policy import Decision, Offload, Policy, Question, as_policy, checked_inputs
 
@@ -100,7 +101,7 @@ def checked_options(
     preserve_rng_state: bool | str,
     name: str | None,
     policy: PolicyLike | None,
-    inputs: Offload | None = None,
+    inputs: Offload | Shard | None = None,
 ) -> Options:
     if determinism_check not in DETERMINISM_CHECKS:
         raise _errors.not_one_of("determinism_check", determinism_check, DETERMINISM_CHECKS)
@@ -218,6 +219,8 @@ def run_compiled(
 ) -> Any:
     """`_run`, for Dynamo to read; `has_parts` if modules inside have decisions of their own."""
     check, debug, policy = options.determinism_check, options.debug, options.policy
+    if options.inputs is not None:
+        _compile.say("inputs")
     return _run_compiled(
         function, args, kwargs, check, debug=debug, policy=policy, context_fn=context_fn, has_parts=has_parts
     )
@@ -429,7 +432,7 @@ def remat(
     context_fn: ContextFn = ...,
     name: str | None = ...,
     policy: PolicyLike | None = ...,
-    inputs: Offload | None = ...,
+    inputs: Offload | Shard | None = ...,
 ) -> Callable[P, R]: ...
 
 
@@ -443,7 +446,7 @@ def remat(
     context_fn: ContextFn = ...,
     name: str | None = ...,
     policy: PolicyLike | None = ...,
-    inputs: Offload | None = ...,
+    inputs: Offload | Shard | None = ...,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -458,7 +461,7 @@ def remat(
     context_fn: ContextFn = noop_context_fn,
     name: str | None = None,
     policy: PolicyLike | None = None,
-    inputs: Offload | None = None,
+    inputs: Offload | Shard | None = None,
     **unknown: Any,
 ) -> Any:
     """Make a function whose every call is a region: `checkpoint` with the options chosen once.
@@ -477,7 +480,8 @@ def remat(
         name: What messages call the region.
         policy: As for `checkpoint`.
         inputs: Where the tensors among the arguments wait for the replay: None leaves them where they are,
-            `recollect.Offload()` puts them on the host.
+            `recollect.Offload()` puts them on the host, `recollect.Shard(...)` leaves one part on each of the ranks
+            that have copies of them.
         **unknown: Refused.
 
     Returns:

@@ -180,6 +180,9 @@ _CANNOT = {
         "Offload() becomes Save() under torch.compile: the compiler has no tag for it, so what was to be kept on the "
         "host is kept on the device"
     ),
+    "inputs": (
+        "inputs= has no effect under torch.compile: the inputs of a region that is compiled stay where they are, whole"
+    ),
 }
 
 

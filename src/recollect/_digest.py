@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from recollect import _errors
-from recollect._torch import detach_below_autograd, has_plain_memory, keeps_its_own_memory, out_of_sight
+from recollect._torch import detach_below_autograd, has_plain_memory, keeps_its_own_memory, out_of_sight, waited_for
 
 _BLOCK = 4096
 _CHUNK = 16384  # blocks at a time: what is made on the way is bounded, and the calls are few
@@ -106,6 +106,9 @@ def _plain_parts(tensor: Tensor) -> list[Tensor]:
     """The plain tensors that hold the values: of a subclass such as DTensor, those that it is made of."""
     if keeps_its_own_memory(type(tensor)):
         return [tensor] if has_plain_memory(tensor) else []
+    there = waited_for(tensor)  # before a collective has given its result, there is anything in its memory
+    if there is not tensor:
+        return _plain_parts(there)
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []

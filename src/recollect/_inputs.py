@@ -68,6 +68,11 @@ def _name_of(path: Path) -> str:
     return name + "".join(f".{key}" if kind == "field" else f"[{key!r}]" for kind, key in rest)
 
 
+def name_of_tensor(arguments: Arguments, tensor: Tensor) -> str:
+    """How a reader would write where a tensor stands in the arguments."""
+    return next((_name_of(path) for path, one in walk(arguments) if one is tensor), "a tensor of the arguments")
+
+
 _ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
 
 

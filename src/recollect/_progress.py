@@ -22,7 +22,7 @@ from recollect.policy import Decision, Offload, Recompute
 
 def is_offloaded(decision: Decision | None) -> bool:
     """Whether it sends anything to a store when a module is called outside of a region."""
-    return isinstance(decision, Offload) or (isinstance(decision, Recompute) and decision.inputs is not None)
+    return isinstance(decision, Offload) or (isinstance(decision, Recompute) and isinstance(decision.inputs, Offload))
 
 
 def watch(modules: Iterable[Module]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 from recollect import _errors
 
+MIN_BYTES = 2**20  # tensors that are smaller are not worth being moved, unless somebody says so
+
 _UNITS = {
     prefix + letter: base**power
     for base, letter in ((1000, "b"), (1024, "ib"))

@@ -52,8 +52,33 @@ def reads_once(node: Any) -> bool:
     return node is not None and not isinstance(node, torch.autograd.function.FunctionCtx)
 
 
+def gradients_of(node: Any) -> tuple[set[int], set[int]]:
+    """Which gradients a node gives, by number, and which of them the running backward is after."""
+    every = {number: after for number, (after, _) in enumerate(node.next_functions) if after is not None}
+    return set(every), {number for number, after in every.items() if will_run(after)}
+
+
+def will_run(node: Any) -> bool:
+    """Whether the running backward comes to a node, or gives a gradient that would be summed up in it."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:
+        # It refuses to answer for a leaf that `torch.autograd.grad` is asked about, and for no other one.
+        if "leaf node" not in str(error):
+            raise
+        return True
+
+
 # Autograd numbers its nodes as it makes them, so an unmoved number means that the same operator still runs.
 sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+
+
+def node_number(node: Any) -> int:
+    """The number of a node; that of a leaf's is larger than all others."""
+    number: int = node._sequence_nr()
+    return number
+
+
 # `torch.set_grad_enabled` without the cost of a context manager.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # How many torch-function modes this thread has: without any, no default device can be in force.
@@ -1060,6 +1085,171 @@ def composable_module() -> ModuleType | None:
     if not torch.distributed.is_available():
         return None
     return importlib.import_module("torch.distributed._composable.checkpoint_activation")
+
+
+# --- What torch.distributed keeps for a thread, or for the process ---
+
+# How a setting is read, and put.
+Setting = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def has_process_group() -> bool:
+    """Whether this process is a rank of a job: whether there is a default process group."""
+    return _groups is not None and _groups._world.default_pg is not None
+
+
+_groups: Any = None
+_meshes: Any = None
+if torch.distributed.is_available():
+    _groups = importlib.import_module("torch.distributed.distributed_c10d")
+    _meshes = importlib.import_module("torch.distributed.device_mesh")
+
+
+def distributed_settings() -> tuple[Setting, ...]:
+    """The default groups, the meshes that are entered, and, once DTensors are in use, what they go by."""
+    return _settings_of_groups() if _DISPATCH not in sys.modules else _settings_of_groups() + _settings_of_dtensors()
+
+
+_DISPATCH = "torch.distributed.tensor._dispatch"
+
+
+@functools.cache
+def _settings_of_groups() -> tuple[Setting, ...]:
+    def meshes() -> tuple[Any, ...]:
+        return tuple(_meshes._mesh_resources.mesh_stack)
+
+    def put_meshes(stack: tuple[Any, ...]) -> None:
+        _meshes._mesh_resources.mesh_stack[:] = stack
+
+    def default_group() -> Any:
+        return _groups._world.default_pg
+
+    def put_default_group(group: Any) -> None:
+        if group is None or group in _groups._world.pg_map:  # else it was destroyed since
+            _groups._update_default_pg(group)
+
+    settings: list[Setting] = [(default_group, put_default_group), (meshes, put_meshes)]
+    named = torch._C._distributed_c10d
+    if hasattr(named, "_current_process_group"):  # of this thread: torch.distributed._dist2
+        settings.append((named._current_process_group, named._set_process_group))
+    return tuple(settings)
+
+
+@functools.cache
+def _settings_of_dtensors() -> tuple[Setting, ...]:
+    redistribute, rules = (
+        importlib.import_module(f"torch.distributed.tensor.{name}") for name in ("_redistribute", "_utils")
+    )
+    dispatcher = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher
+    handlers: dict[Any, Any] = dispatcher._custom_op_handlers  # `loss_parallel` adds to them
+
+    def put_handlers(those: dict[Any, Any]) -> None:
+        handlers.clear()
+        handlers.update(those)
+
+    # Plain tensors count as replicated ones: of the thread in 2.13, of the process before.
+    settings = [(handlers.copy, put_handlers), _attribute(dispatcher, "_allow_implicit_replication")]
+    settings += [
+        _attribute(redistribute, name)
+        for name in ("_FORCE_MIN_COST_REDISTRIBUTION_PLAN", "_DISABLE_REDISTRIBUTE_TRANSFORM_OPTIMIZATION")
+        if hasattr(redistribute, name)
+    ]
+    explicit = getattr(rules, "ExplicitRedistributionContext", None)
+    if explicit is not None:
+        settings.append(_attribute(explicit._local, "_active"))
+    return tuple(settings)
+
+
+def _attribute(owner: Any, name: str) -> Setting:
+    return functools.partial(getattr, owner, name, None), functools.partial(setattr, owner, name)
+
+
+# --- Ranks, and tensors that are on several ---
+
+
+def is_group(value: Any) -> bool:
+    """Whether it is a process group."""
+    return _groups is not None and isinstance(value, torch.distributed.ProcessGroup)
+
+
+def is_mesh(value: Any) -> bool:
+    """Whether it is a device mesh."""
+    return _meshes is not None and isinstance(value, _meshes.DeviceMesh)
+
+
+def group_exists(group: Any) -> bool:
+    """Whether a process group is there, with this rank in it, and has not been destroyed."""
+    return group in _groups._world.pg_map
+
+
+def current_mesh() -> Any:
+    """The device mesh that is entered in this thread, or None."""
+    stack = _meshes._mesh_resources.mesh_stack
+    return stack[-1] if stack else None
+
+
+def new_group_like(group: Any, ranks: Sequence[int]) -> Any:
+    """Another process group of the same ranks, with the same backend and timeout. Only these ranks need to make it."""
+    config = torch.distributed.get_backend_config(group)
+    backend = torch.distributed.get_backend(group)
+    try:
+        timeout = group._get_backend(torch.device(config.partition(":")[0])).options._timeout
+    except (AttributeError, RuntimeError):  # a backend that does not say
+        timeout = None
+    is_mixed = len({one.partition(":")[2] for one in config.split(",")}) > 1
+    return torch.distributed.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend=config if is_mixed else backend,
+        use_local_synchronization=True,
+        group_desc="recollect",
+    )
+
+
+_all_gather: Any = getattr(torch.distributed, "all_gather_single", None)  # its name since 2.13
+
+
+def all_gather(target: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
+    """Begin to gather the parts of all ranks, one after the other; gives what waits for that."""
+    gather = _all_gather or torch.distributed.all_gather_into_tensor
+    return gather(target, part, group=group, async_op=True)
+
+
+def waited_for(tensor: torch.Tensor) -> torch.Tensor:
+    """What a collective that is under way will give, when it has; any other tensor as it is."""
+    wait = getattr(tensor, "trigger_wait", None)  # of AsyncCollectiveTensor
+    return tensor if wait is None else wait()
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def mesh_of(tensor: torch.Tensor) -> Any:
+    """The device mesh of a DTensor, None of any other tensor."""
+    return tensor.device_mesh if _is_dtensor(tensor) else None  # type: ignore[attr-defined]
+
+
+def local_copy_of(tensor: Any, ranks: Sequence[int]) -> tuple[torch.Tensor | None, Any]:
+    """The local tensor of a DTensor that some ranks have copies of, and the rest of it; None if they have not."""
+    if not _is_dtensor(tensor):
+        return None, None
+    mesh = tensor.device_mesh
+    for dimension, placement in enumerate(tensor.placements):
+        if sorted(torch.distributed.get_process_group_ranks(mesh.get_group(dimension))) == list(ranks):
+            if placement.is_replicate():
+                return waited_for(tensor.to_local()), (mesh, tensor.placements, tensor.shape, tensor.stride())
+            break
+    return None, None
+
+
+def dtensor_like(like: Any, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor again, with another local tensor."""
+    mesh, placements, shape, stride = like
+    kind: Any = sys.modules["torch.distributed.tensor"].DTensor
+    made: torch.Tensor = kind.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return made
 
 
 # --- For people ---

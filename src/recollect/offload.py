@@ -17,9 +17,10 @@ from torch import Tensor
 from recollect import _errors
 from recollect._engine.scope import here
 from recollect._kept import hooks_into
+from recollect._sizes import MIN_BYTES
 from recollect._stores.chosen import store_of
 from recollect._torch import Hooks, never_begin, never_look_into, push_hooks, remove_hooks_of
-from recollect.policy import MIN_BYTES, Offload
+from recollect.policy import Offload
 
 
 class offload:  # noqa: N801 - it is used as a function is

@@ -309,7 +309,7 @@ def _unbounded(decision: Decision, total: int) -> Decision:
     """A decision that lets all of the `total` bytes be on their way at once: the plan knows how much that is."""
     if isinstance(decision, Offload):
         return dataclasses.replace(decision, in_flight=decision.in_flight or total, ahead=decision.ahead or total)
-    if isinstance(decision, Recompute) and decision.inputs is not None:
+    if isinstance(decision, Recompute) and isinstance(decision.inputs, Offload):
         inputs = _unbounded(decision.inputs, total)
         return dataclasses.replace(decision, inputs=inputs)  # type: ignore[arg-type]
     return decision
@@ -327,8 +327,10 @@ def _encode(decision: Decision) -> dict[str, Any]:
     if isinstance(decision, Save):
         return {"decision": "save"}
     made: dict[str, Any] = {"decision": "recompute"}
-    if decision.inputs is not None:
+    if isinstance(decision.inputs, Offload):
         made["inputs"] = _encode(decision.inputs)
+    elif decision.inputs is not None:
+        raise TypeError(f"a plan says where inputs wait by recollect.Offload(), and cannot hold {decision.inputs!r}")
     if decision.policy is not None:
         made["keep"] = _encode_policy(decision.policy)
     return made

@@ -20,7 +20,8 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, TypeAlias
 
 from recollect import _errors
-from recollect._sizes import bytes_of
+from recollect._shard import Shard
+from recollect._sizes import MIN_BYTES, bytes_of
 from recollect._steps import ByCode
 from recollect._torch import operator_from_name, operator_name, overloads_of, packet_of
 
@@ -28,7 +29,6 @@ from recollect._torch import operator_from_name, operator_name, overloads_of, pa
 
 _ON_MUTATION = ("error", "copy")
 _PLACES = ("cpu", "disk")
-MIN_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,8 @@ class Recompute:
         policy: For a named region or a module: what to keep inside all the same, in place of what the region around
             keeps.
         inputs: For a module: where its inputs wait for the replay, which are all that is left of it until then.
-            None leaves them on their device, `Offload()` puts them on the host.
+            None leaves them on their device, `Offload()` puts them on the host, `Shard("tp")` leaves one part on each
+            of the ranks that have copies of them.
 
     Example:
         >>> import torch, recollect
@@ -82,7 +83,7 @@ class Recompute:
     """
 
     policy: Policy | None = None
-    inputs: Offload | None = None
+    inputs: Offload | Shard | None = None
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -150,11 +151,13 @@ class Offload:
         return f"Offload({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
 
 
-def checked_inputs(inputs: Any) -> Offload:
+def checked_inputs(inputs: Any) -> Offload | Shard:
     """`inputs`, if it is what takes inputs of regions."""
-    if isinstance(inputs, Offload):
+    if isinstance(inputs, (Offload, Shard)):
         return inputs
-    raise TypeError(f"inputs must be recollect.Offload() or None, got {_errors.describe_value(inputs)}")
+    raise TypeError(
+        f"inputs must be recollect.Offload(), recollect.Shard(...) or None, got {_errors.describe_value(inputs)}"
+    )
 
 
 Decision: TypeAlias = Save | Recompute | Offload

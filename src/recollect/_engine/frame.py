@@ -44,15 +44,19 @@ from torch import Tensor
 from recollect import _errors
 from recollect._ambient import Ambient
 from recollect._engine.calls import innermost, take_off
+from recollect._engine.groups import Shared
 from recollect._engine.replay import Replay, describe_difference, run_replay
 from recollect._engine.scope import Scope, Watch, here
 from recollect._engine.selective import forward_mode, takes_a_mode, tell_if_useless
 from recollect._errors import Signature
+from recollect._gathering import Gathering, gather_later
 from recollect._inputs import Arguments, Inputs, find_tensors
 from recollect._kept import FIRST_SLOT, hooks_into
+from recollect._shard import Shard
 from recollect._stores.chosen import store_of
 from recollect._torch import (
     PLAIN_TYPES,
+    Hooks,
     at_end_of_pass,
     current_group,
     current_node,
@@ -76,7 +80,7 @@ class Options:
     preserve_rng_state: bool | str = True
     name: str | None = None
     policy: Policy | None = None
-    inputs: Offload | None = None
+    inputs: Offload | Shard | None = None
     # Said once, because every region asks: whether nothing is to be entered around the function, and whether nothing
     # was chosen that asks for more than guards.
     is_bare: bool = field(init=False, repr=False, compare=False)
@@ -106,6 +110,7 @@ class Frame:
     # Of operators, by place in the journal: see selective.py.
     kept_outputs: dict[int, dict[Any, list[Any]]] | None = None
     kept_regions: Any = None  # named ones: see kept_region.py
+    gathering: Gathering | None = None  # of inputs that several ranks keep
 
     def __init__(
         self,
@@ -126,8 +131,11 @@ class Frame:
         self.ambient = Ambient(tensors, options.preserve_rng_state, arguments)
         self.around = hooks = top_hooks()  # the saved-tensor hooks around the region
         if hooks is None and options.inputs is not None:
-            hooks = hooks_into(store_of(options.inputs), _inputs_are_checked)
+            hooks = self._hooks_for(options.inputs, tensors)
         self.inputs = Inputs(arguments, tensors, flat, hooks)
+        if self.gathering is not None:
+            compares = self.verification is not None and self.verification.record is not None
+            self.gathering.begin(self.region, arguments, compares=compares)
         self.slots: list[int] = []
         self.signatures: list[Signature] = []
         self.replays: dict[object, weakref.ref[Replay]] = {}  # by pass
@@ -140,6 +148,13 @@ class Frame:
             self.end = self.start = outer.position
         if options.debug:
             self.trace = OperatorTrace()
+
+    def _hooks_for(self, decision: Offload | Shard, tensors: list[Tensor]) -> Hooks | None:
+        """Where the inputs wait for the replay."""
+        if isinstance(decision, Offload):
+            return hooks_into(store_of(decision), _inputs_are_checked)
+        self.gathering = gather_later(decision, tensors)
+        return None if self.gathering is None else self.gathering.hooks
 
     def region(self) -> str:
         """How messages name it."""
@@ -188,11 +203,18 @@ class Frame:
         reference = replays.get(key)
         return None if reference is None else reference()
 
+    def _forget(self, replay: Replay) -> None:
+        """Let the next who asks have a replay of his own, as if the pass had ended."""
+        for key in [one for one, reference in self.replays.copy().items() if reference() is replay]:
+            self.replays.pop(key, None)
+
     def _replay_in_group(self, group: Any, index: int) -> Replay:
         replay = self.replay_known_to(weakref.ref(group))
         if replay is None or len(replay.tensors) <= index:
             replay = run_replay(self, self.inputs.restore(self.region))
-            replay.grouped = True
+            # So that every slot looks as if it had been handed over, and is asked for there.
+            replay.shared = Shared(replay.tensors)
+            replay.tensors = [None] * len(replay.tensors)
             self.replays.pop(weakref.ref(group), None)  # or an equal key of an earlier replay would stay
             # A reference to the group holds the replay until the group is gone.
             self.replays[weakref.ref(group, partial(_group_ended, weakref.ref(self), replay))] = weakref.ref(replay)
@@ -220,15 +242,24 @@ class Frame:
             _outside.access = before
 
     def _recover_again(self, index: int, replay: Replay) -> tuple[Replay, Tensor]:
-        """For a slot whose tensor has been handed over in this pass."""
-        if not replay.grouped and reads_once(current_node()):
+        """For a slot whose tensor has been handed over in this pass, or is shared by the calls of a group."""
+        shared = replay.shared
+        if shared is not None:
+            tensor = shared.take(index)
+            if tensor is None and getattr(current_group(), "may_overlap", False):
+                self._forget(replay)
+                replay = self.replay_for(index)
+                tensor = None if replay.shared is None else replay.shared.take(index)
+            if tensor is not None:
+                return replay, tensor
+        elif reads_once(current_node()):
             # Two nodes own it. A change of a view stands in the graph as a change of its base, and if the view is
             # gone, a double backward comes by the change itself too.
             replay = self.replay_for(index, once_more=True)
             tensor = replay.tensors[index]
             if tensor is not None:
                 return replay, tensor
-        error = _errors.groups_overlap if replay.grouped else _errors.unpacked_twice
+        error = _errors.unpacked_twice if shared is None else _errors.groups_overlap
         raise error(self.region(), index, describe_difference(self, replay), call_site(sys._getframe()))
 
     def _changed_since(self, index: int, replay: Replay, tensor: Tensor) -> Exception:
@@ -386,6 +417,8 @@ def forward_ended(
     if succeeded:
         frame.finished = True
         frame.end = scope.position
+        if frame.gathering is not None:
+            frame.gathering.forward_ended(saved=bool(frame.slots))
         if frame.ambient.parts:
             frame.ambient.forward_ended()
         if frame.verification is not None:

@@ -66,6 +66,7 @@ from recollect._verify import Mismatch, OperatorTrace, find_mismatches, first_di
 
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame
+    from recollect._engine.groups import Shared
     from recollect._guards import Leaves, Reading
     from recollect._record import Recorder
     from recollect._verification import Inspection
@@ -91,7 +92,7 @@ class Replay:
 
     # Defaults on the class: most of them are never set.
     trace: OperatorTrace | None = None
-    grouped = False  # for the pass of a group rather than of one backward
+    shared: Shared | None = None  # by the calls of a group, if it is for such a pass
     state = _RUNNING
     stop: Stop | None = None
     surplus = 0  # how many tensors were packed after the last that is needed
