@@ -55,7 +55,7 @@ LAYERS = [
     ["recollect._stores", "recollect._stores.links", "recollect._stores.ranges", "recollect._stores.statistics"],
     ["recollect._record", "recollect._generators", "recollect._known", "recollect._meters"],
     ["recollect._inputs", "recollect._verify", "recollect._digest"],
-    ["recollect._sizes", "recollect._solver"],
+    ["recollect._sizes", "recollect._solver", "recollect._faults"],
     ["recollect._ties"],
     ["recollect._knapsack", "recollect._milp"],
     ["recollect._errors", "recollect._steps", "recollect._optimizers", "recollect._patterns", "recollect._names"],

@@ -1025,6 +1025,19 @@ def composable_module() -> ModuleType | None:
     return importlib.import_module("torch.distributed._composable.checkpoint_activation")
 
 
+# --- Process groups ---
+
+# Those of this process. Empty outside of a distributed job, which is the cheapest way to know.
+process_groups: Mapping[Any, Any] = (
+    torch.distributed.distributed_c10d._pg_map if torch.distributed.is_available() else {}
+)
+
+
+def default_store() -> Any:
+    """What the ranks of a distributed job share: words under keys."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 # --- For people ---
 
 

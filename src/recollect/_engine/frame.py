@@ -40,7 +40,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recollect import _errors
+from recollect import _errors, _faults
 from recollect._ambient import Ambient
 from recollect._engine.calls import innermost, take_off
 from recollect._engine.replay import Replay, describe_difference, run_replay
@@ -56,6 +56,7 @@ from recollect._torch import (
     current_group,
     current_node,
     graph_task_id,
+    process_groups,
     push_hooks,
     reads_once,
     top_hooks,
@@ -172,6 +173,10 @@ class Frame:
                 replay = self._replay_in_group(group, index)
             self.replays[task] = replay
             return replay
+        except BaseException as error:
+            if process_groups:
+                _faults.raised(error, _errors.in_replay, self.region)
+            raise
         finally:
             if locked:
                 self._lock.release()
