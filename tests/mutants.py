@@ -83,6 +83,49 @@ FAULTS = (
         "is_counted = table is None",
         "test_calls.py",
     ),
+    # --- Ranks that fail ---
+    fault(
+        "a pass counts as over before the callbacks of others",
+        "_faults.py",
+        "            at_end_of_pass(partial(_succeeded, self._task))  # after",
+        "            _succeeded(self._task)  # after",
+        "test_rank_faults.py::test_what_fails_at_the_end_of_the_pass",
+    ),
+    fault(
+        "a name keeps what a function is bound to",
+        "_faults.py",
+        "    return function.__code__ if type(function) is FunctionType else function\n",
+        "    return function\n",
+        "test_rank_faults.py::test_a_name_keeps_nothing_alive",
+    ),
+    fault(
+        "a rank that fails for the lack of a peer leaves word too",
+        "_faults.py",
+        "            if not found or not may_follow:\n",
+        "            if True:\n",
+        "test_rank_faults.py",
+    ),
+    fault(
+        "the trace goes on after the error has arrived",
+        "_faults.py",
+        "        sys.settrace(None)\n",
+        "",
+        "test_rank_faults.py::test_an_error_elsewhere_in_backward_names_the_region_that_was_replayed_last",
+    ),
+    fault(
+        "an error is noted again by every region that it passes",
+        "_faults.py",
+        "    if not any(str(note).startswith(_errors.RANK_NOTE) for note in notes):\n",
+        "    if True:\n",
+        "test_rank_faults.py",
+    ),
+    fault(
+        "a store that does not answer is waited for",
+        "_faults.py",
+        "        talk.join(_PATIENCE)\n",
+        "        talk.join()\n",
+        "test_rank_faults.py::test_a_store_that_does_not_answer_is_not_waited_for",
+    ),
     # --- Slots, and which tensor goes where ---
     fault(
         "neighbouring slots are swapped",

@@ -500,7 +500,27 @@ def test_room_is_used_again_from_step_to_step(medium, link, monkeypatch):
     assert after[2:] == [after[1]] * 18
 
 
+def test_where_files_need_no_names_they_never_have_any(tmp_path, monkeypatch):
+    try:
+        os.close(os.open(tmp_path, os.O_RDWR | os.O_TMPFILE))
+    except (AttributeError, OSError):
+        pytest.skip("this system, or this file system, has no such files")
+    monkeypatch.setattr("tempfile.mkdtemp", fails(errno.EPERM))  # which would make one
+    medium = DiskMedium(str(tmp_path), MIB, host_memory)
+    assert_round_trip(medium, PlainLink(), 1000)
+    (descriptor,) = open_segments(tmp_path)
+    assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o600
+    assert os.fstat(descriptor).st_nlink == 0
+    assert not os.get_inheritable(descriptor)
+    assert list(tmp_path.iterdir()) == []
+
+
+def files_have_names(monkeypatch):
+    monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+
+
 def test_nobody_else_may_look_and_no_names_are_left(tmp_path, monkeypatch):
+    files_have_names(monkeypatch)
     seen, unlink = [], os.unlink
 
     def look_and_unlink(path, **options):
@@ -561,6 +581,7 @@ def test_threads_and_files_end_with_the_medium(tmp_path, link):
 
 
 def keeps_names(monkeypatch):
+    files_have_names(monkeypatch)
     unlink = os.unlink
 
     def refuse(path, *, dir_fd=None):
@@ -582,6 +603,7 @@ def test_names_that_cannot_be_removed_at_once_are_removed_in_the_end(tmp_path, m
 
 
 REFUSE = """
+vars(os).pop("O_TMPFILE", None)
 unlink = os.unlink
 def refuse(path, *, dir_fd=None):
     if dir_fd is None:

@@ -57,7 +57,7 @@ LAYERS = [
     ["recollect._record", "recollect._generators", "recollect._known", "recollect._meters"],
     ["recollect._inputs", "recollect._verify", "recollect._digest"],
     ["recollect._shard"],
-    ["recollect._sizes", "recollect._solver"],
+    ["recollect._sizes", "recollect._solver", "recollect._faults"],
     ["recollect._ties"],
     ["recollect._knapsack", "recollect._milp"],
     [

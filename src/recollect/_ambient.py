@@ -56,9 +56,9 @@ from recollect._torch import (
     accelerator_module,
     default_device,
     function_mode_count,
-    has_process_group,
     is_initialised,
     level_of_user_code,
+    process_groups,
     set_torch_function_state,
     torch_function_enabled,
     torch_function_state,
@@ -105,7 +105,7 @@ class Ambient:
             types = _types_of(devices)
             looks = _looks_at(types[0])
             self.parts = _parts(types, devices, preserve_rng_state, arguments)
-        if has_process_group():
+        if process_groups:
             self.parts = (*self.parts, Meshes())
         self._looks = looks
         self._seen = seen = tuple(map(_ask, looks))

@@ -34,6 +34,7 @@ from recollect import (
     _differences,
     _digest,
     _errors,
+    _faults,
     _generators,
     _guards,
     _inputs,
@@ -361,7 +362,7 @@ def hand_over(
 # The other files have the functions that a user calls: Dynamo looks into those, or they say for themselves.
 HIDDEN = (
     *(_ambient, _differences, _digest, _errors, _generators, _guards, _inputs, _known, _optimizers, _record, _steps),
-    *(_kept, _torch, _verification, _verify),
+    *(_faults, _kept, _torch, _verification, _verify),
     *(caching, calls, frame, groups, inside, kept_region, reentrant, replay, scope, selective),
     *(chosen, courses, disk, files, flights, forms, links, media, pool, ranges, store),
 )

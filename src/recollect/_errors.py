@@ -459,6 +459,38 @@ def add_note(error: Exception, region: str, finding: Any) -> None:
         error.add_note("\n".join(lines))
 
 
+def note(error: BaseException, text: str) -> None:
+    """`error.add_note(text)`; Python 3.10 does not show notes, but programs can read them."""
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]
+
+
+# Every note about a rank begins so. An error that has one has been told about already.
+RANK_NOTE = "recollect: "
+
+
+def on_rank(rank: int, ranks: int, where: str) -> str:
+    return f"{RANK_NOTE}on rank {rank} of {ranks}, {where}."
+
+
+def other_rank(rank: int, at: str, where: str, error: str) -> str:
+    return f"{RANK_NOTE}rank {rank} had failed before, at {at} UTC, {where}: {error}"
+
+
+def in_replay(region: str) -> str:
+    return f"in a replay of the checkpointed region {region}"
+
+
+def in_reentrant_backward(region: str) -> str:
+    return f"in the backward of the checkpointed region {region}"
+
+
+def in_backward(region: str) -> str:
+    return f"in a backward that had replayed the checkpointed region {region} last"
+
+
 def weight_changed(region: str, what: str) -> CheckpointError:
     error = CheckpointError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "

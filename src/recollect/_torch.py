@@ -1093,11 +1093,6 @@ def composable_module() -> ModuleType | None:
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
-def has_process_group() -> bool:
-    """Whether this process is a rank of a job: whether there is a default process group."""
-    return _groups is not None and _groups._world.default_pg is not None
-
-
 _groups: Any = None
 _meshes: Any = None
 if torch.distributed.is_available():
@@ -1250,6 +1245,19 @@ def dtensor_like(like: Any, local: torch.Tensor) -> torch.Tensor:
     kind: Any = sys.modules["torch.distributed.tensor"].DTensor
     made: torch.Tensor = kind.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
     return made
+
+
+# --- Process groups ---
+
+# Those of this process. Empty outside of a distributed job, which is the cheapest way to know.
+process_groups: Mapping[Any, Any] = (
+    torch.distributed.distributed_c10d._pg_map if torch.distributed.is_available() else {}
+)
+
+
+def default_store() -> Any:
+    """What the ranks of a distributed job share: words under keys."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 # --- For people ---

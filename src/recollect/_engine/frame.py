@@ -41,7 +41,7 @@ from typing import Any
 
 from torch import Tensor
 
-from recollect import _errors
+from recollect import _errors, _faults
 from recollect._ambient import Ambient
 from recollect._engine.calls import innermost, take_off
 from recollect._engine.groups import Shared
@@ -61,6 +61,7 @@ from recollect._torch import (
     current_group,
     current_node,
     graph_task_id,
+    process_groups,
     push_hooks,
     reads_once,
     top_hooks,
@@ -188,6 +189,10 @@ class Frame:
                 replay = self._replay_in_group(group, index)
             self.replays[task] = weakref.ref(replay)
             return replay
+        except BaseException as error:
+            if process_groups:
+                _faults.raised(error, _errors.in_replay, self.region)
+            raise
         finally:
             if locked:
                 self._lock.release()

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from recollect import _errors
+from recollect import _errors, _faults
 from recollect._ambient import Ambient, Undo, undo_all
 from recollect._engine.scope import here
 from recollect._inputs import find_tensors
@@ -24,6 +25,7 @@ from recollect._torch import (
     is_plain_backward,
     level_of_user_code,
     never_look_into,
+    process_groups,
     set_grad_enabled,
 )
 
@@ -74,33 +76,43 @@ class CheckpointFunction(torch.autograd.Function):
     @staticmethod
     @never_look_into
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if not is_plain_backward():
-            raise _errors.reentrant_partial_backward()
-        values = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            values[place] = tensor
-        detached = detach_variable(tuple(values))
-        grad_was_enabled = torch.is_grad_enabled()
-        outside = here.reentrant
-        undo: list[Undo] = []
         try:
-            ctx.ambient.restore(undo)
-            set_grad_enabled(True)
-            here.reentrant = "replay"
-            result = ctx.function(*detached)
-        finally:
-            here.reentrant = outside
-            set_grad_enabled(grad_was_enabled)
-            undo_all(undo)
-        results = (result,) if isinstance(result, Tensor) else result
-        if len(results) != len(grads):
-            raise _errors.different_outputs(_errors.describe_function(ctx.function), len(grads), len(results))
-        pairs = [
-            (value, grad)
-            for value, grad in zip(results, grads, strict=True)
-            if isinstance(value, Tensor) and value.requires_grad
-        ]
-        if not pairs:
-            raise _errors.reentrant_without_grad()
-        backward_inside_backward(*zip(*pairs, strict=True))
-        return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in detached))
+            return _backward(ctx, grads)
+        except BaseException as error:
+            if process_groups:
+                region = partial(_errors.describe_function, ctx.function)
+                _faults.raised(error, _errors.in_reentrant_backward, region)
+            raise
+
+
+def _backward(ctx: Any, grads: tuple[Tensor | None, ...]) -> Any:
+    if not is_plain_backward():
+        raise _errors.reentrant_partial_backward()
+    values = list(ctx.others)
+    for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+        values[place] = tensor
+    detached = detach_variable(tuple(values))
+    grad_was_enabled = torch.is_grad_enabled()
+    outside = here.reentrant
+    undo: list[Undo] = []
+    try:
+        ctx.ambient.restore(undo)
+        set_grad_enabled(True)
+        here.reentrant = "replay"
+        result = ctx.function(*detached)
+    finally:
+        here.reentrant = outside
+        set_grad_enabled(grad_was_enabled)
+        undo_all(undo)
+    results = (result,) if isinstance(result, Tensor) else result
+    if len(results) != len(grads):
+        raise _errors.different_outputs(_errors.describe_function(ctx.function), len(grads), len(results))
+    pairs = [
+        (value, grad)
+        for value, grad in zip(results, grads, strict=True)
+        if isinstance(value, Tensor) and value.requires_grad
+    ]
+    if not pairs:
+        raise _errors.reentrant_without_grad()
+    backward_inside_backward(*zip(*pairs, strict=True))
+    return (None, None, *(value.grad if isinstance(value, Tensor) else None for value in detached))

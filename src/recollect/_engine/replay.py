@@ -38,7 +38,7 @@ from torch import (
     set_anomaly_enabled,
 )
 
-from recollect import _errors
+from recollect import _errors, _faults
 from recollect._ambient import Undo, restore, undo_all
 from recollect._digest import copies
 from recollect._engine.calls import ModuleFunction, call_for_replay, take_off
@@ -53,6 +53,7 @@ from recollect._torch import (
     graph_is_kept,
     may_be_unfilled,
     packs_what_is_written,
+    process_groups,
     push_hooks,
     run_cut_short_hooks,
     sequence_number,
@@ -182,6 +183,8 @@ class Replay:
 
 def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> Replay:
     """Run the function on `arguments` and recover the tensors of the slots that are alive, or of `only` that one."""
+    if process_groups:
+        _faults.replaying(frame.function, frame.options.name)
     replay = Replay(frame, only)
     tensors, versions, special = replay.tensors, replay.versions, replay.special
     verification = frame.verification if frame.finished else None

@@ -1,9 +1,10 @@
 """Bytes in files: where they are, and whether they are still what was written.
 
-Files. There are few of them, the segments, each of them large. They have no name: a segment is made in a directory of
-its own (0700) with mode 0600, and file and directory are removed as soon as it is open, so that nothing is left behind
-whatever happens to the process. Its room is reserved at once, so that a full disk shows where room is asked for and not
-later. Room is used again from step to step.
+Files. There are few of them, the segments, each of them large, with mode 0600. They have no name, so that nothing is
+left behind whatever happens to the process: where the system can make a file without one (Linux, on most file systems),
+there never was any; elsewhere a segment is made in a directory of its own (0700), and file and directory are removed as
+soon as it is open. Its room is reserved at once, so that a full disk shows where room is asked for and not later. Room
+is used again from step to step.
 
 Bytes. Each write has a page for its header and then the bytes as they are. The header says which write it was, how many
 bytes, and their checksum, and has a checksum of its own; it is written last. Nothing is given out that does not match.
@@ -39,6 +40,7 @@ _HEADER = struct.Struct("<8sIQQI")
 _HEADER_CHECKSUM = struct.Struct("<I")
 _MAGIC, _VERSION = b"recollec", 1
 _numbers = itertools.count(1)
+_NAME = "segment"
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
@@ -83,27 +85,41 @@ class _Segment:
     """A file without a name. It is closed when nobody holds it any more."""
 
     def __init__(self, directory: str, size: int) -> None:
-        private = tempfile.mkdtemp(prefix="recollect-", dir=directory)
-        path = os.path.join(private, "segment")
-        try:
-            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.rmdir(private)
-            raise
+        self.descriptor, private = _without_a_name(directory) or _with_a_name(directory)
         self.ranges = Ranges(size, _PAGE)
-        try:
-            os.unlink(path)
-            os.rmdir(private)
-        except OSError:  # not every file system forgets the name of an open file
-            self.close = weakref.finalize(self, _close, self.descriptor, private, os.getpid())
-        else:
-            self.close = weakref.finalize(self, _close, self.descriptor, None, os.getpid())
+        if private is not None:
+            try:
+                os.unlink(os.path.join(private, _NAME))
+                os.rmdir(private)
+                private = None
+            except OSError:  # not every file system forgets the name of an open file
+                pass
+        self.close = weakref.finalize(self, _close, self.descriptor, private, os.getpid())
         try:
             _reserve(self.descriptor, size)
         except BaseException:
             self.close()
             raise
+
+
+def _without_a_name(directory: str) -> tuple[int, None] | None:
+    """A file that cannot be given a name later either, open; None where there is no such thing."""
+    try:
+        return os.open(directory, os.O_RDWR | os.O_TMPFILE | os.O_EXCL | os.O_CLOEXEC, 0o600), None
+    except (AttributeError, OSError):  # what is wrong with the directory is said when a name is tried
+        return None
+
+
+def _with_a_name(directory: str) -> tuple[int, str]:
+    """A file, open, and the directory that has nothing else in it."""
+    private = tempfile.mkdtemp(prefix="recollect-", dir=directory)
+    try:
+        path = os.path.join(private, _NAME)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), private
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.rmdir(private)
+        raise
 
 
 def _reserve(descriptor: int, size: int) -> None:
