@@ -59,7 +59,7 @@ LAYERS = [
     ["recollect._ties"],
     ["recollect._knapsack", "recollect._milp"],
     ["recollect._errors", "recollect._steps", "recollect._optimizers", "recollect._patterns", "recollect._names"],
-    ["recollect._problem", "recollect._ranks"],
+    ["recollect._problem", "recollect._ranks", "recollect._shards"],
     ["recollect._torch"],
 ]
 HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}
