@@ -32,6 +32,7 @@ from recollect._shards import are_one, is_in_use, source_of
 from recollect._torch import (
     PLAIN_TYPES,
     OperatorMode,
+    Sharded,
     gathers_twice,
     level_of_user_code,
     own_tensors,
@@ -201,6 +202,10 @@ def leaf_of(tensor: Tensor) -> Tensor | None:
         return leaf if leaf.is_leaf and leaf.requires_grad else None
 
 
+def _is_gathered(leaf: Tensor) -> bool:
+    return is_in_use() and source_of(leaf) is not None
+
+
 class Leaves:
     """The leaves that a region saved, themselves or as a view, and what else it is known to read from outside."""
 
@@ -210,7 +215,7 @@ class Leaves:
     _at_home: Sequence[Tensor | None] = ()  # the parameters that the function reads, where its modules have them
     _others: Sequence[weakref.ref[Tensor]] = ()
     _versions_of_others: Sequence[int] = ()
-    _shards: Sequence[tuple[Tensor, Tensor]] = ()  # of what is gathered anew for a replay, each with what is gathered
+    _shards: Sequence[tuple[Tensor, Tensor, Sharded]] = ()  # those that a leaf is gathered from anew, and the leaf
     _versions_of_shards: Sequence[int] = ()
 
     def __init__(self, known: Known) -> None:
@@ -230,7 +235,8 @@ class Leaves:
         read: list[Tensor | None] = []
         if record is not None:
             read = [one.tensor() for one in record.reads.values() if one.memory not in record.changed]
-            for slot in [slot for slot, leaf in by_slot.items() if record.made(leaf)]:
+            # What is gathered for the first time comes to be inside, and is there for good.
+            for slot in [slot for slot, leaf in by_slot.items() if record.made(leaf) and not _is_gathered(leaf)]:
                 del by_slot[slot]
         elif self._known.reads:
             read = [reference() for reference in self._known.reads]
@@ -260,14 +266,17 @@ class Leaves:
         for leaf in self.watched:
             source = source_of(leaf)
             if source is not None and source.goes_away():
-                found += [(shard, leaf) for shard in source.shards()]
+                found += [(shard, leaf, source) for shard in source.shards()]
         self._shards = found
 
     def _changed_shards(self) -> list[Tensor]:
-        """What is gathered from shards that were changed in place since."""
-        now = versions_of([shard for shard, _ in self._shards])
-        pairs = zip(self._shards, now, self._versions_of_shards, strict=True)
-        return [leaf for (_, leaf), version, then in pairs if version != then]
+        """What is gathered from shards that were changed in place since, or from others by now."""
+        now = versions_of([shard for shard, _, _ in self._shards])
+        return [
+            leaf
+            for (shard, leaf, source), version, then in zip(self._shards, now, self._versions_of_shards, strict=True)
+            if version != then or not any(map(partial(is_, shard), source.shards()))
+        ]
 
     def read(self) -> list[Tensor]:
         """All that is watched."""
@@ -278,7 +287,7 @@ class Leaves:
         if self.watched:
             self._versions = versions_of(self.watched)
         if self._shards:
-            self._versions_of_shards = versions_of([shard for shard, _ in self._shards])
+            self._versions_of_shards = versions_of([shard for shard, _, _ in self._shards])
 
     def are_as_they_were(self) -> bool:
         """Whether everything that is watched is in its place and unchanged."""
