@@ -57,9 +57,9 @@ LAYERS = [
     ["recollect._inputs", "recollect._verify", "recollect._digest"],
     ["recollect._sizes", "recollect._solver"],
     ["recollect._ties"],
-    ["recollect._knapsack", "recollect._milp"],
+    ["recollect._knapsack", "recollect._milp", "recollect._ranks"],
     ["recollect._errors", "recollect._steps", "recollect._optimizers", "recollect._patterns", "recollect._names"],
-    ["recollect._problem", "recollect._ranks", "recollect._shards"],
+    ["recollect._problem", "recollect._shards"],
     ["recollect._torch"],
 ]
 HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}

@@ -1131,6 +1131,23 @@ def _wrapper_of_parameters() -> tuple[type, ...]:
     return () if home is None else (home.FullyShardedDataParallel,)
 
 
+def is_wrapped_for_ranks(module: torch.nn.Module) -> bool:
+    """Whether it is a DistributedDataParallel or a FullyShardedDataParallel, whose forwards want their backwards."""
+    return isinstance(module, (torch.nn.parallel.DistributedDataParallel, *_wrapper_of_parameters()))
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a module itself. Such a module has `unshard()` and `reshard()`."""
+    home = sys.modules.get("torch.distributed.fsdp")
+    return home is not None and isinstance(module, home.FSDPModule)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that ranks have together; the tensor itself if there is no such thing."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return part
+
+
 # --- For people ---
 
 
