@@ -12,10 +12,12 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "examples"
 TWICE = r"runs of the first layer: 1 in forward, 1 in backward"
+RANKS = {"fsdp2_llama": 2}  # those that torchrun starts, and how many of them
 # What each needs besides torch, and the line.
 EXAMPLES = {
     "accelerate_fsdp": (["accelerate"], TWICE),
     "composable": ([], TWICE),
+    "fsdp2_llama": (["transformers"], r"2 ranks trained under \d{2},\d{3},\d{3} bytes each"),
     "lightning_module": (["lightning"], TWICE),
     "long_context": ([], r"left the device: 6 MiB"),
     "resnet": ([], r"kept: 3,\d{3},\d{3} bytes before, 9\d{2},\d{3} after; batches .* in two steps: 2"),
@@ -43,7 +45,8 @@ def runs(tmp_path_factory):
     def run(name):
         # Those in torch alone have nobody who may warn.
         strict = [] if EXAMPLES[name][0] else ["-W", "error"]
-        command = [sys.executable, *strict, str(FOLDER / f"{name}.py")]
+        ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS.get(name)}"]
+        command = [sys.executable, *strict, *(ranks if name in RANKS else []), str(FOLDER / f"{name}.py")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=environment)
 

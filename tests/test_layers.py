@@ -59,7 +59,7 @@ LAYERS = [
     ["recollect._shard"],
     ["recollect._sizes", "recollect._solver", "recollect._faults"],
     ["recollect._ties"],
-    ["recollect._knapsack", "recollect._milp"],
+    ["recollect._knapsack", "recollect._milp", "recollect._ranks"],
     [
         "recollect._errors",
         "recollect._steps",
@@ -68,7 +68,7 @@ LAYERS = [
         "recollect._names",
         "recollect._meshes",
     ],
-    ["recollect._problem", "recollect._ranks"],
+    ["recollect._problem", "recollect._shards"],
     ["recollect._torch"],
 ]
 HEIGHT = {name: -depth for depth, layer in enumerate(LAYERS) for name in layer}

@@ -1,63 +1,186 @@
-"""A plan is made by all ranks of a job together: the same on each, and good for the one that needs most."""
-
-import json
-import os
-import socket
+"""A plan is made by ranks of a job together: the same on each, and good for the one that needs most."""
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 import recollect
+from process_group import collectives, result, run_on_ranks
 
-RANKS = 2
+LAYERS = 6
 
 
-def plan_on(rank, port, folder):
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    distributed.init_process_group("gloo", rank=rank, world_size=RANKS)
-    try:
-        torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
-        model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
-        batch = torch.randn(2 + 2 * rank, 16, 32)  # the second rank needs more
-        plan = recollect.plan(model, batch, budget="70%", repeats=1)
-        replicas = nn.parallel.DistributedDataParallel(model)
+def made(count=LAYERS):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    return nn.TransformerEncoder(layer, count, enable_nested_tensor=False)
+
+
+def batch_of(rank):
+    torch.manual_seed(rank)
+    return torch.randn(4 + 4 * rank, 16, 32)  # the second rank needs more
+
+
+def facts(plan):
+    """What must be the same on all ranks."""
+    data = plan.to_dict()
+    decided = [(block["name"], block["decisions"]) for block in data["blocks"]]
+    return {name: data[name] for name in ("budget", "predicted", "measured", "shapes", "notes")} | {"decided": decided}
+
+
+def on_replicas(rank):
+    """Planned, and wrapped in DDP after that."""
+    model, batch = made(), batch_of(rank)
+    plan = recollect.plan(model, batch, budget="60%", repeats=1)
+    replicas = nn.parallel.DistributedDataParallel(model)
+    with plan.apply(model):
+        for _ in range(2):
+            replicas(batch).sum().backward()
+    return facts(plan), [one.grad.sum().item() for one in model.parameters()]
+
+
+# Which modules are sharded, and whether their parameters are held from forward to backward.
+SHARDED = {"layers": (True, True), "layers, held": (True, False), "the whole": (False, True)}
+
+
+def shard(model, how):
+    layers, after_forward = SHARDED[how]
+    for layer in model.layers if layers else ():
+        fully_shard(layer, reshard_after_forward=after_forward)
+    return fully_shard(model)
+
+
+def step(model, batch):
+    torch.manual_seed(7)
+    with collectives() as counted:
+        model(batch).square().mean().backward()
+    return [one.grad.full_tensor().clone() for one in model.parameters()], sorted(counted.values())
+
+
+def on_shards(rank):
+    """Planned as it is sharded; what comes of it, how the model was left, and whether it trains as without a plan."""
+    found = {}
+    for how in SHARDED:
+        batch = batch_of(rank)
+        expected, counts = step(shard(made(), how), batch)
+        model = shard(made(), how)
+        before = [one.to_local().clone() for one in model.parameters()]
+        parameters, generator = list(model.parameters()), torch.get_rng_state()
+        plan = recollect.plan(model, batch, budget="60%", repeats=1)
+        left = {
+            "parameters": all(map(torch.equal, before, (one.to_local() for one in model.parameters()))),
+            "the same": all(one is other for one, other in zip(parameters, model.parameters(), strict=True)),
+            "gradients": all(one.grad is None for one in model.parameters()),
+            "generator": torch.equal(generator, torch.get_rng_state()),
+        }
         with plan.apply(model):
-            for _ in range(2):
-                replicas(batch).sum().backward()
-        grads = [one.grad.sum().item() for one in model.parameters()]
-        with open(os.path.join(folder, f"{rank}.json"), "w") as file:
-            json.dump({"plan": plan.to_dict(), "grads": grads}, file)
-    finally:
-        distributed.destroy_process_group()
+            got, counts_under_plan = step(model, batch)
+        found[how] = {
+            "plan": facts(plan),
+            "left": left,
+            "equal": all(map(torch.equal, got, expected)),
+            "collectives": total(counts_under_plan) == total(counts),
+        }
+        with plan.apply(made()):  # of one that is not sharded
+            pass
+    return found
+
+
+def total(counts):
+    return sum(counts)
+
+
+def in_a_pipeline(rank):
+    """Each rank has a stage of its own."""
+    stage, batch = made(4 + 2 * rank), batch_of(0)
+    try:
+        recollect.plan(stage, batch, budget="60%", repeats=1)
+        together = "no error"
+    except ValueError as error:
+        together = str(error)
+    groups = [distributed.new_group([one]) for one in range(2)]
+    mine = recollect.plan(stage, batch, budget="60%", repeats=1, group=groups[rank])
+    try:
+        recollect.plan(stage, batch, budget="60%", group=groups[1 - rank])
+        other = "no error"
+    except (ValueError, TypeError) as error:
+        other = str(error)
+    everybody = [None, None]
+    distributed.all_gather_object(everybody, (len(mine.blocks), mine.measured.peak <= mine.budget))
+    curve = recollect.frontier(stage, batch, points=2, repeats=1, group=groups[rank])
+    return together, everybody, other, len(curve.points) > 0
+
+
+def what_is_refused(rank):
+    found = {}
+    wrapped = nn.parallel.DistributedDataParallel(made(2))
+    for name, model, options in (("wrapped", wrapped, {}), ("group", made(2), {"group": "all"})):
+        try:
+            recollect.plan(model, batch_of(rank), budget="60%", **options)
+        except (ValueError, TypeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+SCENARIOS = {one.__name__: one for one in (on_replicas, on_shards, in_a_pipeline, what_is_refused)}
 
 
 @pytest.fixture(scope="module")
-def plans(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(plan_on, (port, str(folder)), nprocs=RANKS, start_method="spawn")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+def ranks(tmp_path_factory):
+    return run_on_ranks(__name__, tmp_path_factory.mktemp("ranks"))
 
 
-def test_all_ranks_have_the_same_plan(plans):
-    first, second = (one["plan"] for one in plans)
-    for name in ("budget", "predicted", "measured", "shapes"):
-        assert first[name] == second[name], name
-    decided = [[(block["name"], block["decisions"]) for block in one["blocks"]] for one in (first, second)]
-    assert decided[0] == decided[1]
-    assert any(decisions for _, decisions in decided[0])
+def plans(ranks):
+    """All of them. (What is not the same on all ranks is an error of `result`.)"""
+    replicas, shards = result(ranks, "on_replicas"), result(ranks, "on_shards")
+    return {"replicas": replicas[0], **{how: one["plan"] for how, one in shards.items()}}
 
 
-def test_it_holds_on_the_rank_that_needs_most(plans):
-    for one in plans:
-        assert one["plan"]["measured"]["peak"] <= one["plan"]["budget"]
+def test_all_ranks_have_the_same_plan(ranks):
+    for how, plan in plans(ranks).items():
+        assert any(decisions for _, decisions in plan["decided"]), how
+        assert {name for name, _ in plan["decided"]} == {f"layers.{number}" for number in range(LAYERS)}, how
+        assert plan["notes"] == [], how
 
 
-def test_gradients_are_reduced(plans):
-    assert plans[0]["grads"] == plans[1]["grads"]
+def test_it_holds_on_the_rank_that_needs_most(ranks):
+    for how, plan in plans(ranks).items():
+        assert plan["measured"]["peak"] <= plan["budget"], how
+
+
+def test_gradients_are_reduced(ranks):
+    _, gradients = result(ranks, "on_replicas")
+    assert len(gradients) == 12 * LAYERS
+
+
+@pytest.mark.parametrize("how", SHARDED)
+def test_a_sharded_model_is_left_as_it_was(ranks, how):
+    assert set(result(ranks, "on_shards")[how]["left"].values()) == {True}
+
+
+@pytest.mark.parametrize("how", SHARDED)
+def test_a_sharded_model_trains_as_without_a_plan(ranks, how):
+    found = result(ranks, "on_shards")[how]
+    assert (found["equal"], found["collectives"]) == (True, True)
+
+
+def test_stages_of_a_pipeline_have_plans_of_their_own(ranks):
+    together, everybody, other, has_curve = result(ranks, "in_a_pipeline")
+    assert "rank 1 of the group have other parameters than rank 0" in together
+    assert "group=" in together
+    assert [fits for _, fits in everybody] == [True, True]
+    assert everybody[0][0] != everybody[1][0]
+    assert "group" in other
+    assert has_curve
+
+
+def test_what_cannot_be_planned_is_refused_on_all_ranks(ranks):
+    found = result(ranks, "what_is_refused")
+    assert found["wrapped"].startswith("ValueError: the model is wrapped in DistributedDataParallel: make the plan for")
+    assert found["group"].startswith("TypeError: group must be a process group")
+
+
+def test_one_process_needs_no_group():
+    with pytest.raises(TypeError, match="group must be a process group"):
+        recollect.plan(made(1), batch_of(0), budget="60%", group=3)

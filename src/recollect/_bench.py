@@ -26,7 +26,7 @@ from recollect._generators import others
 from recollect._inputs import Arguments, find_tensors
 from recollect._meters import Clock, Meter, RealClock, Roofline, as_on_gpu, gpu_of, meter_of
 from recollect._ranks import worst
-from recollect._torch import own_tensors
+from recollect._torch import is_fully_sharded, own_tensors
 
 Step = Callable[[Any, Any], Tensor]
 START, FORWARD, BETWEEN, LOSS, BACKWARD, END = "start", "forward", "between", "loss", "backward", "end"
@@ -74,12 +74,17 @@ class Bench:
         self.is_estimated = self.device.type == "meta"
         self.gpu = gpu_of(gpu or "H100") if self.is_estimated else None
         self.clock: Clock = RealClock(self.device) if self.gpu is None else Roofline(self.gpu)
+        self._sharded: list[Any] = [module for module in model.modules() if is_fully_sharded(module)]
         self.outside = find_tensors((batch,), {})[0]
         self.meter: Meter = meter_of(self.device, [*model.parameters(), *model.buffers(), *self.outside])
         own = [value for module in model.modules() for value in vars(module).values() if _is_generator(value)]
         arguments: Arguments = ((batch, own), {})
         self._random = RandomState.now([*model.parameters()][:1])
         self._others = [(source.put, source.read()) for source in others(arguments)]
+
+    def sharded_around(self, module: Module) -> list[Any]:
+        """The modules around one that `fully_shard` was applied to: they may gather parameters of its for it."""
+        return [unit for unit in self._sharded if unit is not module and any(one is module for one in unit.modules())]
 
     # --- Steps ---
 
@@ -92,6 +97,8 @@ class Bench:
         self._random.put()
         for put, state in self._others:
             put(state)
+        for unit in self._sharded:
+            unit.reshard()  # a forward without a backward may leave parameters gathered
         for leaf in self._leaves():
             leaf.grad = None
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Module, Sequential
+from torch.nn import Module, Parameter, Sequential
 
 from recollect import _errors
 from recollect._ambient import Ambient
@@ -136,8 +136,8 @@ def watch_calls(model: Module, outside: Iterable[Tensor], forward: Callable[[], 
 
     def pack(tensor: Tensor) -> Any:
         one = memory(tensor)
-        if one in weights:
-            return
+        if one in weights or isinstance(tensor if tensor._base is None else tensor._base, Parameter):
+            return  # a parameter that is there for the time of a forward alone: gathered from shards
         size = tensor.numel() * tensor.element_size()
         with contextlib.suppress(RuntimeError, NotImplementedError):
             size = tensor.untyped_storage().nbytes()

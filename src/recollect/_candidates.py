@@ -85,6 +85,8 @@ class _Trace(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if getattr(func, "namespace", "") in ("c10d", "fsdp"):  # what wrappers do to gather, and no work of the block
+            return func(*args, **kwargs)
         kind = kind_of(func)
         given = set(map(self.memory, find_tensors(args, kwargs)[0]))
         before = self._stamp()

@@ -522,6 +522,16 @@ def weight_replaced(region: str, then: str, now: str | None) -> CheckpointError:
     return error
 
 
+def gathered_twice(region: str, count: int) -> str:
+    modules = "a module" if count == 1 else f"{count} modules"
+    return (
+        f"the checkpointed region {region} contains {modules} wrapped by FullyShardedDataParallel whose parameters its "
+        "replay gathers, and backward gathers once more. Checkpoint each module inside of its wrapper: "
+        "FullyShardedDataParallel(checkpoint_wrapper(layer)), or recollect.apply for the layers themselves; or shard "
+        "with fully_shard, which gathers once"
+    )
+
+
 def another_leaf(region: str, index: int, then: str, now: str) -> CheckpointError:
     error = CheckpointError(
         f"the replay of the checkpointed region {region} does not use the weight that its forward used: where the "

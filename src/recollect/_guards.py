@@ -6,11 +6,13 @@
   from, and leaves behind what it found.
 - `Leaves`: weights, which must be the same and unchanged: that cannot be put back, and is an error.
 - `Reading`: notices in a replay that it reads something that was changed, or stepped, since the forward.
+- `Gathers`: notices in a function's first replay that modules inside gather their parameters for it alone.
 """
 
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,17 +21,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from recollect import _errors
 from recollect._digest import copies, overwrite
 from recollect._inputs import versions_of
 from recollect._known import Known
 from recollect._record import Recorder
+from recollect._shards import are_one, source_of
 from recollect._torch import (
     PLAIN_TYPES,
     OperatorMode,
+    Sharded,
+    gathers_twice,
+    level_of_user_code,
     own_tensors,
     parameter_of,
+    process_groups,
     put_versions,
     storage_key,
     without_torch_function,
@@ -195,6 +203,10 @@ def leaf_of(tensor: Tensor) -> Tensor | None:
         return leaf if leaf.is_leaf and leaf.requires_grad else None
 
 
+def _is_gathered(leaf: Tensor) -> bool:
+    return bool(process_groups) and source_of(leaf) is not None
+
+
 class Leaves:
     """The leaves that a region saved, themselves or as a view, and what else it is known to read from outside."""
 
@@ -204,6 +216,8 @@ class Leaves:
     _at_home: Sequence[Tensor | None] = ()  # the parameters that the function reads, where its modules have them
     _others: Sequence[weakref.ref[Tensor]] = ()
     _versions_of_others: Sequence[int] = ()
+    _shards: Sequence[tuple[Tensor, Tensor, Sharded]] = ()  # those that a leaf is gathered from anew, and the leaf
+    _versions_of_shards: Sequence[int] = ()
 
     def __init__(self, known: Known) -> None:
         self._known = known
@@ -222,7 +236,8 @@ class Leaves:
         read: list[Tensor | None] = []
         if record is not None:
             read = [one.tensor() for one in record.reads.values() if one.memory not in record.changed]
-            for slot in [slot for slot, leaf in by_slot.items() if record.made(leaf)]:
+            # What is gathered for the first time comes to be inside, and is there for good.
+            for slot in [slot for slot, leaf in by_slot.items() if record.made(leaf) and not _is_gathered(leaf)]:
                 del by_slot[slot]
         elif self._known.reads:
             read = [reference() for reference in self._known.reads]
@@ -239,11 +254,30 @@ class Leaves:
             elif not tensor.requires_grad:
                 others[id(tensor)] = tensor
         self.watched = list(leaves.values())
+        if process_groups:
+            self._find_shards()
         self.note_versions()
         if others:
             # A graph holds its leaves, and nothing else that a function has read: neither may this.
             self._others = [weakref.ref(tensor) for tensor in others.values()]
             self._versions_of_others = versions_of(list(others.values()))
+
+    def _find_shards(self) -> None:
+        found = []
+        for leaf in self.watched:
+            source = source_of(leaf)
+            if source is not None and source.goes_away():
+                found += [(shard, leaf, source) for shard in source.shards()]
+        self._shards = found
+
+    def _changed_shards(self) -> list[Tensor]:
+        """What is gathered from shards that were changed in place since, or from others by now."""
+        now = versions_of([shard for shard, _, _ in self._shards])
+        return [
+            leaf
+            for (shard, leaf, source), version, then in zip(self._shards, now, self._versions_of_shards, strict=True)
+            if version != then or not any(map(partial(is_, shard), source.shards()))
+        ]
 
     def read(self) -> list[Tensor]:
         """All that is watched."""
@@ -253,6 +287,8 @@ class Leaves:
         """Take the versions of now for those that count."""
         if self.watched:
             self._versions = versions_of(self.watched)
+        if self._shards:
+            self._versions_of_shards = versions_of([shard for shard, _, _ in self._shards])
 
     def are_as_they_were(self) -> bool:
         """Whether everything that is watched is in its place and unchanged."""
@@ -260,18 +296,21 @@ class Leaves:
             return False
         if self._others and self.changed(others=True):
             return False
+        if self._shards and self._changed_shards():
+            return False
         return not self._at_home or all(map(is_, self._at_home, self._known.at_home()))
 
     def find_change(self) -> Tensor | None:
         """The first saved leaf that was changed in place since."""
         saved = {id(leaf) for leaf in self.by_slot.values()}
         pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
-        return next((leaf for leaf, now, then in pairs if now != then and id(leaf) in saved), None)
+        changed = [leaf for leaf, now, then in pairs if now != then] + self._changed_shards()
+        return next((leaf for leaf in changed if id(leaf) in saved), None)
 
     def changed(self, *, others: bool) -> set[int]:
         """The identities of what else was changed in place since: read and not saved, `others` than leaves too."""
         pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
-        found = {id(leaf) for leaf, now, then in pairs if now != then}
+        found = {id(leaf) for leaf, now, then in pairs if now != then} | set(map(id, self._changed_shards()))
         for reference, then in zip(self._others, self._versions_of_others, strict=True) if others else ():
             tensor = reference()
             if tensor is not None and versions_of((tensor,)) != [then]:
@@ -288,8 +327,9 @@ class Leaves:
         for (module, name), then in zip(self._known.homes, self._at_home, strict=False):
             owner = module()
             now = None if owner is None else parameter_of(owner, name)
-            if then is not None and owner is not None and now is not then:
-                return then, now
+            if then is None or owner is None or now is then or (now is not None and are_one(then, now)):
+                continue
+            return then, now
         return None
 
 
@@ -319,12 +359,41 @@ class Reading(OperatorMode):
                 self._look(value)
 
 
+class Gathers:
+    """Warns, once per function, if modules in it gather their parameters for a replay and then again for backward."""
+
+    __slots__ = ("_known", "_region")
+
+    def __init__(self, known: Known, region: Callable[[], str]) -> None:
+        self._known = known
+        self._region = region
+
+    def restore(self) -> Undo | None:
+        if self._known.gathers_are_known:
+            return None
+        self._known.gathers_are_known = True
+        found: list[str] = []
+
+        def look(module: torch.nn.Module, _: object) -> None:
+            if gathers_twice(module):
+                found.append(type(module).__name__)
+
+        handle = register_module_forward_pre_hook(look)
+
+        def undo() -> None:
+            handle.remove()
+            if found:
+                warnings.warn(_errors.gathered_twice(self._region(), len(found)), stacklevel=level_of_user_code())
+
+        return undo
+
+
 def name_of(tensor: Tensor, modules: Sequence[torch.nn.Module]) -> str:
     """`the parameter 'mlp.up.weight' of Block`, or what kind of tensor it is."""
     for module in modules:
         for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
             for name, one in named:
-                if one is tensor:
+                if one is tensor or (kind == "parameter" and are_one(one, tensor)):
                     return f"the {kind} {name!r} of {type(module).__name__} ({_errors.describe_tensor(tensor)})"
     if isinstance(tensor, torch.nn.Parameter):
         return f"a parameter ({_errors.describe_tensor(tensor)})"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from recollect._inputs import Arguments
-from recollect._torch import in_functional_call, parameter_identities, parameters_at, storage_key
+from recollect._torch import in_functional_call, parameter_identities, parameters_at, process_groups, storage_key
 
 Key = tuple[Any, ...]
 _there: Callable[[weakref.ref[Any]], Any] = methodcaller("__call__")  # what a reference refers to
@@ -37,6 +37,7 @@ class Known:
         "_is_swapped",
         "_references",
         "_roots",
+        "gathers_are_known",
         "homes",
         "is_recorded",
         "looked",
@@ -57,6 +58,7 @@ class Known:
         self.verified = False  # whether a replay was compared by value and found equal
         self.looked = 0  # how often it was looked whether it draws random numbers which are not preserved
         self.warned = False  # that it draws random numbers which are not preserved
+        self.gathers_are_known = not process_groups  # whether modules in it gather their parameters for a replay alone
         self.is_recorded = False
         # What it reads from outside and does not change, in every call that was recorded.
         self.reads: list[weakref.ref[Tensor]] = []

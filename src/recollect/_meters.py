@@ -35,6 +35,7 @@ from recollect._torch import (
     efficient_attention,
     flash_attention,
     gives_views,
+    local_part,
     packet_of,
     storage_key,
 )
@@ -82,24 +83,40 @@ class StorageMeter:
         self._now = 0
         self._peak = 0
         self._sizes: dict[int, int] = {}  # of every storage met that is alive
+        self._gathered: dict[int, weakref.ref[Any]] = {}  # those that collectives fill, which FSDP frees by resizing
         for tensor in tensors:
             self._meet(tensor, is_new=True)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        with _Watching(self._meet):
+        with _Watching(self._meet, self._follow):
             yield
 
     def now(self) -> int:
+        self._follow()
         return self._now
 
     def peak(self) -> int:
+        self._follow()
         return self._peak
 
     def reset(self) -> None:
+        self._follow()
         self._peak = self._now
 
-    def _meet(self, tensor: Tensor, *, is_new: bool) -> None:
+    def _follow(self) -> None:
+        """Look at the storages that are resized behind the backs of operators."""
+        for key, reference in list(self._gathered.items()) if self._gathered else ():
+            storage = reference()
+            if storage is None:
+                del self._gathered[key]
+            elif (more := storage.nbytes() - self._sizes.get(key, 0)) and key in self._sizes:
+                self._sizes[key] += more
+                self._now += more
+        self._peak = max(self._peak, self._now)
+
+    def _meet(self, tensor: Tensor, *, is_new: bool, is_gathered: bool = False) -> None:
+        tensor = local_part(tensor)
         if tensor.device.type != self._device_type:
             return
         try:
@@ -107,6 +124,8 @@ class StorageMeter:
         except (RuntimeError, NotImplementedError):  # a layout of its own: its parts are met where they are made
             return
         key = storage_key(tensor)
+        if is_gathered and key not in self._gathered:
+            self._gathered[key] = weakref.ref(storage)
         known = self._sizes.get(key)
         if known is None:
             # What was there before is somebody else's; it is told of, or does not count.
@@ -126,15 +145,18 @@ def _forget(meter: weakref.ref[StorageMeter], key: int) -> None:
 
 
 class _Watching(OperatorMode):
-    def __init__(self, meet: Callable[..., None]) -> None:
+    def __init__(self, meet: Callable[..., None], follow: Callable[[], None]) -> None:
         super().__init__()
         self._meet = meet
+        self._follow = follow
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self._follow()
+        is_gathered = func.namespace in ("c10d", "fsdp")
         for tensor in find_tensors(args, kwargs or {})[0]:
-            self._meet(tensor, is_new=False)
+            self._meet(tensor, is_new=False, is_gathered=is_gathered)
         result = func(*args, **(kwargs or {}))
         for tensor in find_tensors((result,), {})[0]:
             self._meet(tensor, is_new=True)

@@ -2,8 +2,8 @@
 
 A fused optimizer, or one that works on `.data`, changes parameters without a trace in their version counters. Every
 `torch.optim.Optimizer` runs this file's hook before a step (which may let go of the gradients); what is noted is which
-parameters it steps, and when. Nothing is kept alive by it. Sharded parameters are others than the gathered ones that a
-function reads: not seen.
+parameters it steps, and when. Nothing is kept alive by it. Of shards (FSDP), what a function reads is noted too: what
+was gathered from them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from recollect._shards import changed_by_step
 from recollect._torch import never_look_into
 
 
@@ -37,10 +38,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None:
-                place = id(parameter)
-                if place not in _references:
-                    _references[place] = weakref.ref(parameter, partial(_forget, place))
-                _last[place] = number
+                _note(parameter, number)
+                for gathered in changed_by_step(parameter):
+                    _note(gathered, number)
+
+
+def _note(parameter: Tensor, number: int) -> None:
+    place = id(parameter)
+    if place not in _references:
+        _references[place] = weakref.ref(parameter, partial(_forget, place))
+    _last[place] = number
 
 
 def _forget(place: int, _: object) -> None:

@@ -15,6 +15,7 @@ import operator
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType, FunctionType, ModuleType, TracebackType
 from typing import Any, TypeVar
@@ -1087,6 +1088,14 @@ def composable_module() -> ModuleType | None:
     return importlib.import_module("torch.distributed._composable.checkpoint_activation")
 
 
+# --- Process groups ---
+
+# Those of this process. Empty outside of a distributed job, which is the cheapest way to know.
+process_groups: Mapping[Any, Any] = (
+    torch.distributed.distributed_c10d._pg_map if torch.distributed.is_available() else {}
+)
+
+
 # --- What torch.distributed keeps for a thread, or for the process ---
 
 # How a setting is read, and put.
@@ -1247,17 +1256,126 @@ def dtensor_like(like: Any, local: torch.Tensor) -> torch.Tensor:
     return made
 
 
-# --- Process groups ---
-
-# Those of this process. Empty outside of a distributed job, which is the cheapest way to know.
-process_groups: Mapping[Any, Any] = (
-    torch.distributed.distributed_c10d._pg_map if torch.distributed.is_available() else {}
-)
-
-
 def default_store() -> Any:
     """What the ranks of a distributed job share: words under keys."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+# --- Parameters that are sharded between ranks ---
+
+
+class Sharded:
+    """A parameter that is gathered from shards: which tensors an optimizer steps, and whether it is gathered anew.
+
+    Holds nothing alive.
+    """
+
+    def shards(self) -> list[torch.Tensor]:
+        """The parameters that an optimizer has in its place."""
+        raise NotImplementedError
+
+    def is_away(self) -> bool:
+        """Whether what was gathered is not there now, and will come from the shards when it is next asked for."""
+        raise NotImplementedError
+
+    def goes_away(self) -> bool:
+        """Whether that is so from the end of every forward on."""
+        raise NotImplementedError
+
+
+class _FullySharded(Sharded):
+    """One of `fully_shard`: a parameter on the module for the time of a forward, another one for the optimizer."""
+
+    def __init__(self, parameter: Any, group: Any) -> None:
+        self._parameter = weakref.ref(parameter)
+        self._group = weakref.ref(group)
+
+    def shards(self) -> list[torch.Tensor]:
+        parameter = self._parameter()
+        return [] if parameter is None else [parameter.sharded_param]
+
+    def is_away(self) -> bool:
+        group = self._group()
+        # If it is sharded between fewer ranks after the forward, it is gathered from there, as it was.
+        return group is not None and group.is_sharded
+
+    def goes_away(self) -> bool:
+        group = self._group()
+        return group is not None and group._reshard_after_forward and not group._use_post_forward_mesh
+
+
+class _Flattened(Sharded):
+    """One of FullyShardedDataParallel: views of one long parameter, which the optimizer has or has the parts of."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat = weakref.ref(flat)
+
+    def shards(self) -> list[torch.Tensor]:
+        return list(getattr(self._flat(), "_params", None) or ())  # None: the optimizer has the long one itself
+
+    def is_away(self) -> bool:
+        gathered = getattr(self._flat(), "_full_param_padded", None)
+        return gathered is None or gathered.untyped_storage().size() == 0
+
+    def goes_away(self) -> bool:
+        return False  # the parameter does not say
+
+
+def fully_sharded() -> Iterator[tuple[torch.Tensor, Sharded]]:
+    """Every parameter that `fully_shard` has gathered so far, and where it comes from.
+
+    A state has one group of parameters (2.11: `_fsdp_param_group`) or several (2.12 to 2.15: `_fsdp_param_groups`).
+    """
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for reference in list(_module_state_mapping.values()):
+        state: Any = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            for parameter in () if group is None else group.fsdp_params:
+                gathered = getattr(parameter, "_unsharded_param", None)
+                if gathered is not None:
+                    yield gathered, _FullySharded(parameter, group)
+
+
+def flattened(leaf: torch.Tensor) -> Sharded | None:
+    """Where the parameter of a FullyShardedDataParallel comes from; None of any other."""
+    return _Flattened(leaf) if getattr(leaf, "_is_flat_param", False) else None
+
+
+def gathers_twice(module: torch.nn.Module) -> bool:
+    """Whether a module that a replay is about to call gathers its parameters for that alone.
+
+    A FullyShardedDataParallel that backward has not come to gathers in the replay, lets go at its end, and gathers
+    again when backward comes to it. (Names as in 2.11 to 2.15.)
+    """
+    handle = getattr(module, "_handle", None)
+    if handle is None or not isinstance(module, _wrapper_of_parameters()) or getattr(module, "_is_root", False):
+        return False
+    lets_go = handle._sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD")
+    return lets_go and handle._training_state.name != "BACKWARD_PRE"
+
+
+def _wrapper_of_parameters() -> tuple[type, ...]:
+    home = sys.modules.get("torch.distributed.fsdp")
+    return () if home is None else (home.FullyShardedDataParallel,)
+
+
+def is_wrapped_for_ranks(module: torch.nn.Module) -> bool:
+    """Whether it is a DistributedDataParallel or a FullyShardedDataParallel, whose forwards want their backwards."""
+    return isinstance(module, (torch.nn.parallel.DistributedDataParallel, *_wrapper_of_parameters()))
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was applied to a module itself. Such a module has `unshard()` and `reshard()`."""
+    home = sys.modules.get("torch.distributed.fsdp")
+    return home is not None and isinstance(module, home.FSDPModule)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that ranks have together; the tensor itself if there is no such thing."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    return part
 
 
 # --- For people ---

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from recollect import _errors
 from recollect._ambient import Part
 from recollect._differences import Finding, Unequal, explain, first_unequal
 from recollect._generators import Probe
-from recollect._guards import Buffers, Leaves, Reading, Swapped, Training, lasting, leaf_of, name_of, swapping
+from recollect._guards import Buffers, Gathers, Leaves, Reading, Swapped, Training, lasting, leaf_of, name_of, swapping
 from recollect._inputs import Arguments
 from recollect._known import Known, known_of
 from recollect._optimizers import Steps, stepped_since
@@ -61,6 +62,8 @@ class Verification:
             self._is_swapped = known.is_swapped(modules, putting=swapping.replays > 0)
             if self._is_swapped:
                 self.state += (Swapped(modules),)
+        if not known.gathers_are_known:
+            self.state += (Gathers(known, partial(_errors.describe_function, function, options.name)),)
 
     def restore(self, buffers: Buffers | None) -> None:
         """Put buffers back for a replay."""

@@ -22,11 +22,11 @@ from recollect._bench import Bench, Mark
 from recollect._bench import Step as StepFunction
 from recollect._decided import decided_of
 from recollect._problem import Problem, Solution
-from recollect._ranks import same, worst
+from recollect._ranks import need_the_same, same, together, worst
 from recollect._sizes import bytes_of, human
 from recollect._solver import InfeasibleError
 from recollect._stores.pool import memory_to_spare
-from recollect._torch import is_compiled
+from recollect._torch import is_compiled, is_wrapped_for_ranks
 from recollect.plan import Plan, Step, planned, shapes_of
 from recollect.policy import Offload
 from recollect.profile import KEEP, Profile, Progress, decided, measure
@@ -71,6 +71,7 @@ def plan(
     host_budget: int | str | None = None,
     repeats: int = 3,
     gpu: str | None = None,
+    group: Any = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Decide for a model so that a training step fits into a budget and takes as little time as possible.
@@ -95,6 +96,8 @@ def plan(
         host_budget: How many bytes may be offloaded at a time.
         repeats: How often times are taken; their median counts.
         gpu: Which GPU, for a model on the meta device: "A100", "H100" (the default), "H200", ...
+        group: In a distributed job, the ranks that measure together and get the same plan, as a process group: all, if
+            it is None. The ranks of a pipeline have different models: give the group of those that have the same stage.
         progress: Called as `(what, done, of)` while it goes on.
 
     Returns:
@@ -112,21 +115,22 @@ def plan(
         True
         >>> handle = plan.apply(model)
     """
-    _check(model, budget, time_budget, repeats)
-    set_aside = bytes_of("reserve", reserve)
-    host_bytes = None if host_budget is None else bytes_of("host_budget", host_budget)
-    bench = Bench(model, batch, step, gpu)
-    where = _where_to_offload(bench.device, allow, offload, host_bytes)
-    profile = measure(bench, repeats=repeats, offload=where, progress=progress)
-    if "recompute" not in allow:
-        profile = profile.without_recomputing()
-    trial = _Trial(bench, profile, repeats, progress, host_bytes)
-    plain = trial.plain()
-    if time_budget is not None:
-        return trial.plan_for_time(plain.seconds * time_budget)
-    assert budget is not None  # or `_check` would have said so
-    limit = -worst([-_bytes(budget, plain, bench.device)])[0]
-    return trial.plan_for_bytes(limit, limit - set_aside)
+    with together(group):
+        _check(model, budget, time_budget, repeats)
+        set_aside = bytes_of("reserve", reserve)
+        host_bytes = None if host_budget is None else bytes_of("host_budget", host_budget)
+        bench = Bench(model, batch, step, gpu)
+        where = _where_to_offload(bench.device, allow, offload, host_bytes)
+        profile = measure(bench, repeats=repeats, offload=where, progress=progress)
+        if "recompute" not in allow:
+            profile = profile.without_recomputing()
+        trial = _Trial(bench, profile, repeats, progress, host_bytes)
+        plain = trial.plain()
+        if time_budget is not None:
+            return trial.plan_for_time(plain.seconds * time_budget)
+        assert budget is not None  # or `_check` would have said so
+        limit = -worst([-_bytes(budget, plain, bench.device)])[0]
+        return trial.plan_for_bytes(limit, limit - set_aside)
 
 
 @dataclass(frozen=True)
@@ -184,6 +188,7 @@ def frontier(
     points: int = 12,
     repeats: int = 3,
     gpu: str | None = None,
+    group: Any = None,
     progress: Progress | None = None,
 ) -> Frontier:
     """What every amount of memory costs in time.
@@ -195,6 +200,7 @@ def frontier(
         points: How many plans, at most.
         repeats: How often times are taken.
         gpu: For a model on the meta device.
+        group: In a distributed job, the ranks that measure together.
         progress: Called as `(what, done, of)` while it goes on.
 
     Returns:
@@ -208,14 +214,15 @@ def frontier(
         >>> curve.points[0].peak < curve.plain.peak
         True
     """
-    _check(model, 1, None, repeats)
     if not isinstance(points, int) or points < 2:
         raise ValueError(f"points must be a number from 2 on, got {_errors.describe_value(points)}")
-    bench = Bench(model, batch, step, gpu)
-    profile = measure(bench, repeats=repeats, progress=progress)
-    trial = _Trial(bench, profile, repeats, progress)
-    plans = tuple(trial.as_plan(one, None) for one in _solver.frontier(trial.problems[0], points))
-    return Frontier(trial.plain(), tuple(one.predicted for one in plans), plans)
+    with together(group):
+        _check(model, 1, None, repeats)
+        bench = Bench(model, batch, step, gpu)
+        profile = measure(bench, repeats=repeats, progress=progress)
+        trial = _Trial(bench, profile, repeats, progress)
+        plans = tuple(trial.as_plan(one, None) for one in _solver.frontier(trial.problems[0], points))
+        return Frontier(trial.plain(), tuple(one.predicted for one in plans), plans)
 
 
 # --- Holding a plan to its word ---
@@ -399,6 +406,11 @@ def _check(model: Any, budget: Any, time_budget: Any, repeats: Any) -> None:
         share_of(budget)
     if not isinstance(repeats, int) or repeats < 1:
         raise ValueError(f"repeats must be a number from 1 on, got {_errors.describe_value(repeats)}")
+    if is_wrapped_for_ranks(model):
+        raise ValueError(
+            f"the model is wrapped in {type(model).__name__}: make the plan for the model itself, apply it, and wrap "
+            "it after that. (A model that fully_shard has sharded is planned as it is.)"
+        )
     if is_compiled(model):
         raise ValueError("the model is compiled: make the plan for the model itself, apply it, and compile after that")
     if any(decided_of(module) is not None for module in model.modules()):
@@ -406,6 +418,15 @@ def _check(model: Any, budget: Any, time_budget: Any, repeats: Any) -> None:
             "the model is decided already, by recollect.apply or a plan: take that off first, with handle.remove() or "
             "recollect.unapply(model)"
         )
+    need_the_same([(name, tuple(one.shape), str(one.dtype)) for name, one in model.named_parameters()], _other_models)
+
+
+def _other_models(ranks: Sequence[int]) -> Exception:
+    which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return ValueError(
+        f"the ranks that decide together must have the same model, but {which} of the group have other parameters than "
+        "rank 0. Where ranks have different parts of a model, as in a pipeline, give group= those with the same part"
+    )
 
 
 def _where_to_offload(

@@ -40,7 +40,7 @@ from recollect._inputs import Arguments, find_tensors
 from recollect._meters import link_of
 from recollect._problem import Block, Choice, Link, Moment, Problem
 from recollect._ranks import same, worst
-from recollect._torch import storage_key
+from recollect._torch import is_fully_sharded, storage_key
 from recollect.modules import apply, unapply
 from recollect.policy import Decision, Offload, Recompute
 
@@ -310,12 +310,13 @@ class _Weights:
 
 
 class _Alone:
-    """A block that is run by itself."""
+    """A block that is run by itself. What it has of parameters that are sharded with others is gathered before."""
 
     def __init__(self, bench: Bench, sample: Sample) -> None:
         self._bench = bench
         self._sample = sample
-        self._leaves = sample.leaves()
+        self._is_sharded = any(map(is_fully_sharded, sample.module.modules()))
+        self._around = bench.sharded_around(sample.module)
 
     def forward(self) -> list[Tensor]:
         """What the block gives that has a gradient."""
@@ -328,6 +329,7 @@ class _Alone:
     def _call(self, arguments: Arguments) -> list[Tensor]:
         args, kwargs = arguments
         del arguments
+        self._gather()
         undo: list[Any] = []
         self._sample.around.restore(undo)
         try:
@@ -341,12 +343,22 @@ class _Alone:
 
     def _backward(self, outputs: list[Tensor]) -> None:
         gradients = [torch.ones_like(one) for one in outputs]
-        torch.autograd.grad(outputs, self._leaves, gradients, allow_unused=True)
+        if self._is_sharded:  # gradients are reduced where they are accumulated, and nowhere else
+            torch.autograd.backward(outputs, gradients)
+            for leaf in self._sample.leaves():
+                leaf.grad = None
+        else:
+            torch.autograd.grad(outputs, self._sample.leaves(), gradients, allow_unused=True)
+
+    def _gather(self) -> None:
+        for unit in self._around:
+            unit.unshard()
 
     def weigh(self) -> _Weights:
         meter = self._bench.meter
         self._bench.start_anew()
         with meter.watching():
+            self._gather()
             before = meter.now()
             meter.reset()
             outputs = self.forward()
@@ -362,12 +374,16 @@ class _Alone:
 def _measure_kind(bench: Bench, block: Call, sample: Sample, repeats: int, settled: Sequence[Option] | None) -> Kind:
     """Measure the ways to treat a block: all that there are, or those that are `settled`."""
     alone = _Alone(bench, sample)
+    failed = ""
     try:
         alone.train()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        return _kept_for_good(block, settled, error)
+        failed = str(error).splitlines()[0] if str(error) else type(error).__name__
+    (failed,) = worst([failed])  # on any of the ranks
+    if failed:
+        return _kept_for_good(block, settled, failed)
     bench.start_anew()
     if settled is None:
         proposed = same(candidates(look_at(sample, alone.ready(), bench.device, bench.gpu)))
@@ -422,10 +438,9 @@ def _measure_kind(bench: Bench, block: Call, sample: Sample, repeats: int, settl
     )
 
 
-def _kept_for_good(block: Call, settled: Sequence[Option] | None, error: Exception) -> Kind:
+def _kept_for_good(block: Call, settled: Sequence[Option] | None, failed: str) -> Kind:
     """A kind of blocks that cannot be run by themselves: nothing is decided about them."""
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    note = f"{block.name or 'the model'} is kept, because it could not be run by itself: {first}"
+    note = f"{block.name or 'the model'} is kept, because it could not be run by itself: {failed}"
     keep = Option("keep", {}, 0.0, block.bytes(), 0, 0)
     others = [dataclasses.replace(one, kept=_NEVER) for one in (settled or ())[1:]]
     return Kind(type(block.module).__name__, (keep, *others), 0.0, 0.0, (note,))

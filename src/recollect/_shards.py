@@ -1,0 +1,81 @@
+"""Which shards a gathered parameter comes from.
+
+Under FSDP a function reads parameters that are gathered for it, and optimizers step others, the shards. What was
+gathered keeps its identity and its version, also if the shards have changed meanwhile and it is gathered anew. So who
+guards a parameter has to ask here what to look at besides.
+
+What is known is looked up once per parameter. Nothing is kept alive by it. Where there are no ranks, nothing happens
+here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from recollect._torch import Sharded, flattened, fully_sharded, process_groups
+
+# By identity: what is known of a leaf, None if it is gathered from nowhere.
+_leaves: dict[int, tuple[weakref.ref[Tensor], Sharded | None]] = {}
+# By identity of a shard: what is gathered from it.
+_gathered: dict[int, dict[int, weakref.ref[Tensor]]] = {}
+
+
+def source_of(leaf: Tensor) -> Sharded | None:
+    """Where a leaf is gathered from; None if it is a parameter like any other."""
+    known = _leaves.get(id(leaf))
+    if known is None or known[0]() is not leaf:
+        for gathered, place in fully_sharded():
+            _learn(gathered, place)
+        known = _leaves.get(id(leaf))
+        if known is None or known[0]() is not leaf:
+            known = _learn(leaf, flattened(leaf))
+    source = known[1]
+    if source is not None:
+        _tie(leaf, source.shards())
+    return source
+
+
+def _learn(leaf: Tensor, source: Sharded | None) -> tuple[weakref.ref[Tensor], Sharded | None]:
+    known = _leaves[id(leaf)] = weakref.ref(leaf, partial(_forget, _leaves, id(leaf))), source
+    return known
+
+
+def _tie(leaf: Tensor, shards: Iterable[Tensor]) -> None:
+    """Note what a leaf is gathered from: loading a state may put other shards in the place of those before."""
+    for shard in shards:
+        there = _gathered.get(id(shard))
+        if there is None:
+            there = _gathered[id(shard)] = {}
+            weakref.finalize(shard, _gathered.pop, id(shard), None)
+        if id(leaf) not in there:
+            there[id(leaf)] = weakref.ref(leaf, partial(_forget, there, id(leaf)))
+
+
+def _forget(where: dict[int, Any], place: int, _: object) -> None:
+    where.pop(place, None)
+
+
+def changed_by_step(shard: Tensor) -> Iterator[Tensor]:
+    """What was gathered from a shard that is about to be stepped, and is not there now: it will be other values."""
+    for reference in list(_gathered.get(id(shard), {}).values()) if _gathered else ():
+        leaf = reference()
+        known = None if leaf is None else _leaves.get(id(leaf))
+        if leaf is not None and known is not None and known[1] is not None and known[1].is_away():
+            yield leaf
+
+
+def are_one(leaf: Tensor, other: Tensor) -> bool:
+    """Whether two parameters are the same one: gathered, and a shard of it."""
+    if not process_groups:
+        return False
+    return any(
+        shard is there
+        for one, there in ((leaf, other), (other, leaf))
+        if (source := source_of(one)) is not None
+        for shard in source.shards()
+    )
