@@ -48,8 +48,12 @@ def is_recomputing() -> bool:
     """
     if is_dynamo_compiling():
         return False
-    scope = here.scope
-    return here.reentrant == "replay" or (scope is not None and scope.following)
+    scope, chain = here.scope, here.chain
+    return (
+        here.reentrant == "replay"
+        or (scope is not None and scope.following)
+        or (chain is not None and chain.replaying)
+    )
 
 
 def once(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
