@@ -666,6 +666,16 @@ def unknown_leaf(step: str, what: str) -> CheckpointError:
     return error
 
 
+def not_cut(step: str, node: object) -> CheckpointError:
+    error = CheckpointError(
+        f"{step} reads a tensor that it was not given (a result of {_node_name(node)}), and also something which that "
+        "was computed from, and hands it to an autograd Function or to C: its gradient cannot be told from that of the "
+        "other. Make it a part of the state, which the step returns unchanged"
+    )
+    error.cause = "a tensor from outside, with a history that the step reads too"
+    return error
+
+
 def needs_more(step: str) -> CheckpointError:
     error = CheckpointError(
         f"what {step} gives needs grad now, and did not where the same function was run first on a state with the same "
@@ -703,6 +713,23 @@ def other_values(step: str, place: int, signature: Signature, apart: float) -> C
         "state nor preserved: a global, a counter, another random generator (preserve_rng_state=\"all\"), the time"
     )
     error.cause = "steps that are not the same twice"
+    return error
+
+
+@functools.cache
+def once_needs_no_grad(function: str) -> str:
+    return (
+        f"a gradient reaches {function}, which runs once in a step of a chain: what it gave has no history when the "
+        "step is run again. Use recollect.pin, or call it outside of recollect.once"
+    )
+
+
+def noted_elsewhere(step: int, function: str) -> CheckpointError:
+    error = CheckpointError(
+        f"step {step} of the chain came to {function}, which is pinned or to run once, where it did something else "
+        "when it was run first: it did not take the same path twice before it got there"
+    )
+    error.cause = "another branch was taken"
     return error
 
 

@@ -30,7 +30,9 @@ from torch import Tensor, clear_autocast_cache
 
 from recollect import _errors
 from recollect._ambient import Ambient, access_to
+from recollect._chains.cuts import StandIns
 from recollect._chains.kept import Hidden, Kept, Slots
+from recollect._chains.notes import Notes
 from recollect._chains.outside import Outside, StepOf
 from recollect._chains.structure import Mismatch, Structure
 from recollect._digest import Digest
@@ -58,10 +60,18 @@ class Options:
 class Ran:
     """A step that was run with a graph: what it was given, and what it gave."""
 
-    __slots__ = ("given", "outputs", "results", "step")
+    __slots__ = ("given", "outputs", "results", "stand_ins", "step")
 
-    def __init__(self, step: int, given: list[Tensor | None], results: list[Any], outputs: list[Tensor]) -> None:
+    def __init__(
+        self,
+        step: int,
+        given: list[Tensor | None],
+        results: list[Any],
+        outputs: list[Tensor],
+        stand_ins: dict[int, Tensor],
+    ) -> None:
         self.step = step
+        self.stand_ins = stand_ins  # for tensors from outside, by their places: see cuts.py
         self.given = given  # for each tensor of the state the leaf that stood for it, None where it needs no grad
         self.results = results  # the tensors of the next state
         self.outputs = outputs  # the tensors of what it gave besides
@@ -125,12 +135,15 @@ class Chain:
         self.is_released = False
         self.needs = NeedsByStep(tuple(tensor.requires_grad for tensor in tensors))
         self.ambient = Ambient(tensors, options.preserve_rng_state, ((value,), {}))
-        self.hidden = Hidden(access_to(self.ambient) if options.preserve_rng_state else None)
+        access = access_to(self.ambient) if options.preserve_rng_state else None
+        self.hidden = Hidden(access)
+        self.notes = Notes(access)
         self.start = Kept(leaves, self.places, self.hidden.now(), None)
         self.stores = stores
         self.clears_casts = _casts_are_cached()
         self.outside = Outside()
         self.outside_versions: list[int] = []
+        self.cuts: list[int] = []  # places of tensors from outside for which leaves stand
         self.steps_then = 0
         self._output_starts: list[int] = []  # how many tensors all steps before a step gave besides
         self.pending: Pending | None = None
@@ -179,6 +192,10 @@ class Chain:
         return check == "values" or (
             check == "first" and not all(known.step.is_verified for known in self.known.values())
         )
+
+    def stand_ins(self) -> StandIns | None:
+        """What keeps the graph of a step apart from what was there before, where that is needed."""
+        return StandIns(self.outside.tensors, self.cuts) if self.cuts else None
 
     # --- What steps give besides ---
 
@@ -239,7 +256,9 @@ class Chain:
         except Mismatch as mismatch:
             raise _errors.other_structure(self.describe(step), mismatch.path, mismatch.expected, mismatch.got) from None
 
-    def run_with_graph(self, step: int, leaves: list[Any], needs: Needs) -> tuple[list[Any], list[Tensor | None], Any]:
+    def run_with_graph(
+        self, step: int, leaves: list[Any], needs: Needs, stand_ins: StandIns | None = None
+    ) -> tuple[list[Any], list[Tensor | None], Any]:
         """Run a step on leaves of autograd: the leaves of what it gives, what it was given, what it gives besides."""
         given: list[Tensor | None] = []
         made: dict[int, Tensor] = {}
@@ -263,7 +282,11 @@ class Chain:
         before = torch.is_grad_enabled()
         set_grad_enabled(True)
         try:
-            result = function(self.structure.build(inner))
+            if stand_ins is None:
+                result = function(self.structure.build(inner))
+            else:
+                with stand_ins:
+                    result = function(self.structure.build(inner))
         finally:
             set_grad_enabled(before)
         value, output = self.take_apart(step, result)

@@ -8,6 +8,7 @@ its result.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -26,7 +27,9 @@ from recollect._chains.chain import (
     tensors_that_need_grad,
     without_history,
 )
+from recollect._chains.cuts import find_cuts
 from recollect._chains.kept import Kept, Slots
+from recollect._chains.notes import Stepping
 from recollect._chains.outside import Edge, Looking, StepOf, edge_of, leads_to, reachable
 from recollect._chains.structure import Mismatch, Structure
 from recollect._digest import copies, digest
@@ -38,8 +41,9 @@ from recollect._verify import signature
 class FirstRun:
     """The running state of a chain that runs for the first time, and what it has given so far."""
 
-    def __init__(self, chain: Chain, *, keeps: bool) -> None:
+    def __init__(self, chain: Chain, steps: Stepping, *, keeps: bool) -> None:
         self.chain = chain
+        self._steps = steps
         self._keeps = keeps  # states, and graphs
         self.state = 0
         self.leaves = chain.start.leaves()
@@ -64,7 +68,9 @@ class FirstRun:
             self.do(action)
             if self.state == length:
                 break
-        if self._keeps:
+        cuts = find_cuts(self.chain.outside.tensors)
+        is_cut_anew, self.chain.cuts = cuts != self.chain.cuts, cuts
+        if self._keeps and not (is_cut_anew and self.held):  # else a graph is held that should have been cut
             self.chain.pending = Pending(actions, self.slots, self.held, self.looks)
 
     def do(self, action: Action) -> None:
@@ -109,12 +115,13 @@ class FirstRun:
         needs, output_structure, output_needs = shown
         last = stop if chain.sole is not None and needs == self.needs else step + 1
         take_apart, leaves_of, has_outputs = chain.take_apart, chain.structure.leaves, chain.options.outputs
-        value, leaves, first = self.value, self.leaves, step
+        value, leaves, first, steps = self.value, self.leaves, step, self._steps
         output: Any
         before = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
             for step in range(first, last):  # noqa: B007 - used below, and in what is raised
+                steps.step, steps.position = step, 0
                 value = function(value)
                 if has_outputs:
                     value, output = take_apart(step, value)
@@ -149,13 +156,15 @@ class FirstRun:
         looking = Looking() if known.has_history or not known.is_looked_at else None
         if looking is not None and not can_be_recorded():
             looking = None
+        self._steps.step, self._steps.position = step, 0
+        stand_ins = None
+        if hold:
+            chain.cuts = find_cuts(chain.outside.tensors)
+            stand_ins = chain.stand_ins()
         first = sequence_number()
         try:
-            if looking is None:
-                leaves, given, output = chain.run_with_graph(step, self.leaves, self.needs)
-            else:
-                with looking:
-                    leaves, given, output = chain.run_with_graph(step, self.leaves, self.needs)
+            with looking or contextlib.nullcontext():
+                leaves, given, output = chain.run_with_graph(step, self.leaves, self.needs, stand_ins)
         except Exception as error:
             _errors.add_step(error, chain.describe(step))
             raise
@@ -166,7 +175,10 @@ class FirstRun:
         needs = tensors_that_need_grad(leaves, chain.places)
         output_tensors = [outputs[place] for place in structure.tensors] if structure is not None else []
         output_needs = tuple(tensor.requires_grad for tensor in output_tensors)
-        unsettled = self._find_outside(step, function, known, [*results, *output_tensors], given, first, looking)
+        own = {id(leaf) for leaf in given}
+        if stand_ins is not None:
+            own.update(map(id, stand_ins.leaves.values()))
+        unsettled = self._find_outside(step, function, known, [*results, *output_tensors], own, first, looking)
         self._shown[id(function), self.needs] = needs, structure, output_needs
         if looking is not None:
             self._learn(function, known, looking)
@@ -174,8 +186,9 @@ class FirstRun:
         if structure is not None:
             self.outputs.append((structure, without_history(outputs, structure.tensors), output_needs))
         if hold:
-            self.held[step] = Ran(step, given, results, output_tensors)
-        del leaves, results, output_tensors, outputs, output, given
+            inner = {} if stand_ins is None else stand_ins.leaves
+            self.held[step] = Ran(step, given, results, output_tensors, inner)
+        del leaves, stand_ins, results, output_tensors, outputs, output, given
         # A leaf that the step has made for itself is gone with its graph.
         for reference in unsettled:
             leaf = reference()
@@ -204,13 +217,12 @@ class FirstRun:
         function: Callable[[Any], Any],
         known: StepOf,
         tensors: list[Tensor],
-        given: list[Tensor | None],
+        own: set[int],
         first: int,
         looking: Looking | None,
     ) -> list[weakref.ref[Tensor]]:
         """Note the tensors from outside that lead to these; gives the leaves of which it is not known yet."""
         leaves, edges = leads_to([tensor for tensor in tensors if tensor.requires_grad], first)
-        own = {id(leaf) for leaf in given}
         unsettled = []
         for leaf in leaves:
             if id(leaf) in self.chain.outside or id(leaf) in own:

@@ -23,11 +23,13 @@ from torch import Tensor
 from recollect import _errors
 from recollect._chains.chain import Chain, Look, Ran, without_history
 from recollect._chains.first import look_at
+from recollect._chains.notes import Stepping
 from recollect._chains.kept import Slots
 from recollect._digest import difference, read
 from recollect._inputs import find_tensors
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
 from recollect._torch import LEAF_NODE, gradients, is_needed
+from recollect._verify import signature
 from recollect._guards import name_of
 
 Grads = list[Tensor | None]
@@ -53,6 +55,7 @@ class Pass:
         self._is_needed = [is_needed(node) for node, _ in of_outside]
         self.looks: dict[int, Look] = {}
         self._strangers: list[weakref.ref[Tensor]] = []
+        self.steps: Stepping
 
     # --- Actions ---
 
@@ -69,8 +72,8 @@ class Pass:
                 step = action.step  # type: ignore[union-attr]
                 ran = held.pop(step, None)
                 if ran is None:
-                    ran, _ = self._run_with_graph(step)
-                self.leaves = self.value = None
+                    ran = self._run_with_graph(step, goes_on=False)
+                self.leaves = self.value = None  # it is used up
                 self._is_built = False
                 self._differentiate(ran)
                 del ran
@@ -86,9 +89,7 @@ class Pass:
             elif kind is Forward:
                 if action.graph:  # type: ignore[union-attr]
                     step = action.start  # type: ignore[union-attr]
-                    held[step], leaves = self._run_with_graph(step)
-                    self.leaves, self._is_built = without_history(leaves, chain.places), False
-                    del leaves
+                    held[step] = self._run_with_graph(step, goes_on=True)
                 else:
                     self._run_without(action.start, action.stop)  # type: ignore[union-attr]
             elif kind is Keep:
@@ -110,12 +111,13 @@ class Pass:
             self.value = chain.structure.build(self.leaves)
             self._is_built = True
         self.leaves = None
-        value, sole, has_outputs = self.value, chain.sole, chain.options.outputs
+        value, sole, has_outputs, steps = self.value, chain.sole, chain.options.outputs, self.steps
         self.value = None  # or the state before would be held while the first step runs
         step = start
         try:
             for step in range(start, stop):
                 function = chain.function(step) if sole is None else sole
+                steps.step, steps.position = step, 0
                 value = function(value)
                 if has_outputs:
                     value = value[0]
@@ -124,17 +126,21 @@ class Pass:
             raise
         self.value = value
 
-    def _run_with_graph(self, step: int) -> tuple[Ran, list[Any]]:
+    def _run_with_graph(self, step: int, *, goes_on: bool) -> Ran:
         chain = self.chain
+        self.steps.step, self.steps.position = step, 0
+        stand_ins = chain.stand_ins()
         try:
-            leaves, given, output = chain.run_with_graph(step, self._leaves(step - 1), chain.needs[step])
+            leaves, given, output = chain.run_with_graph(step, self._leaves(step - 1), chain.needs[step], stand_ins)
         except Exception as error:
             _errors.add_step(error, chain.describe(step), again=True)
             raise
         results = [leaves[place] for place in chain.places]
         outputs = find_tensors((output,), {})[0] if chain.options.outputs else []
         self._check(step, leaves, results, outputs)
-        return Ran(step, given, results, outputs), leaves
+        self.leaves = without_history(leaves, chain.places) if goes_on else None
+        self.value, self._is_built = None, False
+        return Ran(step, given, results, outputs, {} if stand_ins is None else stand_ins.leaves)
 
     # --- Checks ---
 
@@ -195,20 +201,41 @@ class Pass:
             self.grads = [None] * len(given)
             return
         own_leaves = [leaf for leaf in given if leaf is not None]
-        read = self._reached(tensors, own_leaves)
+        of = chain.outside.tensors
+        if ran.stand_ins:
+            of = list(of)
+            for index, leaf in ran.stand_ins.items():
+                # The step may have returned the tensor as it is.
+                tensors = [leaf if one is of[index] else one for one in tensors]
+                of[index] = leaf
+        read = self._reached(step, tensors, own_leaves, ran.stand_ins)
         outside = self.outside
         for index in read:
             so_far = outside[index]
             if so_far is not None:
-                tensors.append(chain.outside.tensors[index])
+                tensors.append(of[index])
                 grads.append(so_far)
-        inputs = [*own_leaves, *(chain.outside.tensors[index] for index in read)]
-        found = iter(gradients(tensors, grads, inputs) if inputs else ())
+        inputs = [*own_leaves, *(of[index] for index in read)]
+        found = iter(self._gradients(step, tensors, grads, inputs) if inputs else ())
         self.grads = [None if leaf is None else next(found) for leaf in given]
         for index, grad in zip(read, found, strict=True):
             outside[index] = grad
 
-    def _reached(self, tensors: Sequence[Tensor], own: Sequence[Tensor]) -> list[int]:
+    def _gradients(
+        self, step: int, tensors: list[Tensor], grads: list[Tensor], inputs: list[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        try:
+            return gradients(tensors, grads, inputs)
+        except RuntimeError:
+            shapes = [tensor.shape for tensor in tensors], [grad.shape for grad in grads]
+            if shapes[0] == shapes[1]:
+                raise
+            now, then = ([signature(one) for one in those] for those in (tensors, grads))
+            raise _errors.other_state(self.chain.describe(step), then, now) from None
+
+    def _reached(
+        self, step: int, tensors: Sequence[Tensor], own: Sequence[Tensor], stand_ins: dict[int, Tensor]
+    ) -> list[int]:
         """Which tensors from outside the graph of `tensors` leads to, of those that are needed."""
         edges = self._edges
         reached: set[int] = set()
@@ -218,6 +245,8 @@ class Pass:
             node = tensor.grad_fn
             if node is None:
                 index = self._leaves_outside.get(id(tensor))
+                if index is None:
+                    index = next((index for index, leaf in stand_ins.items() if leaf is tensor), None)
                 if index is not None:
                     reached.add(index)
             elif (index := edges.get((node, tensor.output_nr))) is not None:
@@ -233,13 +262,20 @@ class Pass:
                     continue
                 index = found(edge)
                 if index is not None:
+                    if index in stand_ins:
+                        raise _errors.not_cut(self.chain.describe(step), node)
                     reached.add(index)
                 elif node not in seen:
                     seen.add(node)
                     if node.__class__ is LEAF_NODE:
                         leaf = node.variable
-                        if not any(leaf is one for one in own):
-                            self._strangers.append(weakref.ref(leaf))
+                        for index, one in stand_ins.items():
+                            if leaf is one:
+                                reached.add(index)
+                                break
+                        else:
+                            if not any(leaf is one for one in own):
+                                self._strangers.append(weakref.ref(leaf))
                     else:
                         waiting.append(node)
         is_needed = self._is_needed

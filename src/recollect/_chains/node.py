@@ -37,8 +37,8 @@ def run(chain: Chain, first: Callable[[FirstRun], None], actions: Actions) -> An
         chain.hand_over(hooks)
         push_hooks(_detach, _identity)  # what a step saves while it is looked at is none of theirs
     try:
-        with stepping(chain, replaying=False):
-            run = FirstRun(chain, keeps=hooks is None)
+        with stepping(chain.notes, is_again=False) as steps:
+            run = FirstRun(chain, steps, keeps=hooks is None)
             first(run)
     finally:
         if hooks is not None:
@@ -149,7 +149,7 @@ def _run_pass(
         if buffers is not None:
             undo.append(buffers)
         restore(chain.state, undo)
-        with stepping(chain, replaying=True):
+        with stepping(chain.notes, is_again=True) as run.steps:
             if pending is not None:
                 run.looks = pending.looks
                 run.carry_out(pending.actions, pending.slots, pending.held)

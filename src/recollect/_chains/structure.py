@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from recollect import _errors
+from recollect._inputs import is_named_tuple
 
 # Values that nothing can change in place.
 _ATOMS = frozenset((int, float, bool, str, bytes, complex, type(None), range, slice, torch.Size))
@@ -214,7 +215,7 @@ def _part_of(value: Any, path: str, around: tuple[int, ...]) -> _Part:
     if id(value) in around:
         raise TypeError(f"the state must not hold itself: its {kind.__name__} at state{path} does")
     around = (*around, id(value))
-    if kind in (tuple, list, deque) or (isinstance(value, tuple) and hasattr(value, "_make")):
+    if kind in (tuple, list, deque) or is_named_tuple(value):
         return _SequencePart(
             path, value, [_part_of(one, f"{path}[{place}]", around) for place, one in enumerate(value)]
         )
