@@ -150,7 +150,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 class StepOf:
     """What is known of a function as a step, from one chain to the next."""
 
-    __slots__ = ("changes", "has_history", "is_looked_at", "is_verified")
+    __slots__ = ("changes", "has_history", "is_looked_at", "is_verified", "measured")
 
     def __init__(self) -> None:
         # What it changes in place, wherever that is then, and whether it reads that too.
@@ -158,6 +158,8 @@ class StepOf:
         self.has_history = False  # whether it has read something with a history that it was not given
         self.is_looked_at = False  # whether it is known what it changes
         self.is_verified = False  # whether its states were compared by value when it was run again
+
+        self.measured: dict[Any, Any] = {}  # by kind of state: see measured.py
 
     def learn(self, known: Known, changes: Iterable[tuple[Tensor, bool]]) -> None:
         homes = {
