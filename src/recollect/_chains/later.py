@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from recollect import _errors
@@ -28,11 +29,28 @@ from recollect._chains.kept import Slots
 from recollect._digest import difference, read
 from recollect._inputs import find_tensors
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
-from recollect._torch import LEAF_NODE, gradients, is_needed
+from recollect._torch import LEAF_NODE, gradients, is_needed, set_grad_enabled
 from recollect._verify import signature
 from recollect._guards import name_of
 
 Grads = list[Tensor | None]
+# Bytes of gradients from which on it matters that there are not two of each for a while.
+_LARGE = 2**20
+
+
+class _SoFar(torch.autograd.Function):
+    """Gives tensors what has been summed up for them: made after a step, it is the first to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, so_far: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.so_far = so_far
+        return tensors[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        so_far = tuple(ctx.so_far)
+        ctx.so_far.clear()
+        return None, *so_far
 
 
 class Pass:
@@ -210,16 +228,34 @@ class Pass:
                 of[index] = leaf
         read = self._reached(step, tensors, own_leaves, ran.stand_ins)
         outside = self.outside
-        for index in read:
-            so_far = outside[index]
-            if so_far is not None:
-                tensors.append(of[index])
-                grads.append(so_far)
+        summed = [index for index in read if outside[index] is not None]
+        if summed:
+            self._put_first(tensors, grads, summed, of)
         inputs = [*own_leaves, *(of[index] for index in read)]
         found = iter(self._gradients(step, tensors, grads, inputs) if inputs else ())
         self.grads = [None if leaf is None else next(found) for leaf in given]
         for index, grad in zip(read, found, strict=True):
             outside[index] = grad
+
+    def _put_first(self, tensors: list[Tensor], grads: list[Tensor], summed: list[int], of: list[Tensor]) -> None:
+        """Let what has been summed up so far arrive first."""
+        outside = self.outside
+        so_far: list[Tensor] = [outside[index] for index in summed]  # type: ignore[misc]
+        if sum(one.nbytes for one in so_far) < _LARGE or len({one.device for one in (*so_far, *tensors)}) > 1:
+            tensors += [of[index] for index in summed]
+            grads += so_far
+            return
+        # Nobody but autograd may hold it then, so that autograd adds to it in place.
+        for index in summed:
+            outside[index] = None
+        before = torch.is_grad_enabled()
+        set_grad_enabled(True)
+        try:
+            source = _SoFar.apply(so_far, *(of[index] for index in summed))
+        finally:
+            set_grad_enabled(before)
+        tensors.append(source)
+        grads.append(source.detach())
 
     def _gradients(
         self, step: int, tensors: list[Tensor], grads: list[Tensor], inputs: list[Tensor]
