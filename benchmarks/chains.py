@@ -7,10 +7,10 @@ Two questions.
 loop. A chain of 1,000 steps is run with 4 and with 40 slots, which differ in the number of forwards alone: two
 equations for the two numbers.
 
-**Time and peak bytes** of an LSTM, a neural ODE (RK4 over a small MLP) and a 1-D wave equation, for 100, 1,000 and 10,000
-steps: plain; `checkpoint_sequential` of PyTorch at the number of segments with which it takes the fewest bytes; the
-schedules of `checkpoint_schedules` (PyPI) driven by hand, where it is installed; and recollect, with several numbers of
-slots. Bytes are those of storages that are alive, followed by a dispatch mode in runs of their own.
+**Time and peak bytes** of an LSTM, a neural ODE (RK4 over a small MLP) and a 1-D wave equation, for 100, 1,000 and
+10,000 steps: plain; `checkpoint_sequential` of PyTorch at the number of segments with which it takes the fewest bytes;
+the schedules of `checkpoint_schedules` (PyPI) driven by hand, where it is installed; and recollect, with several numbers
+of slots. Bytes are those of storages that are alive, followed by a dispatch mode in runs of their own.
 
 All run interleaved in one process, in a new random order every round; the least time of all rounds counts. Gradients
 are compared with those of the plain chain, bit for bit where the chain is the only one to add to them.
@@ -28,6 +28,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,8 @@ def wave() -> Model:
 
 
 def loss_of(state: State) -> Tensor:
-    return state[0].square().mean()
+    loss: Tensor = state[0].square().mean()
+    return loss
 
 
 # --- Contestants: each runs forward and backward ---
@@ -221,18 +223,21 @@ def slots_of(length: int) -> list[int]:
 def compare(model: Model, length: int, rounds: int) -> list[dict[str, Any]]:
     """A row for each contestant."""
     contestants: dict[str, Callable[[], object]] = {"plain": lambda: plainly(model, length)}
-    weighed = {segments: peak_of(model, lambda s=segments: with_stock(model, length, s)) for segments in segments_of(length)}  # type: ignore[misc]
+    weighed = {
+        segments: peak_of(model, partial(with_stock, model, length, segments)) for segments in segments_of(length)
+    }
     segments = min(weighed, key=weighed.__getitem__)
-    contestants[f"checkpoint_sequential, {segments} segments"] = lambda: with_stock(model, length, segments)
+    contestants[f"checkpoint_sequential, {segments} segments"] = partial(with_stock, model, length, segments)
     for slots in slots_of(length):
-        contestants[f"recollect, {slots} slots"] = lambda s=slots: with_recollect(model, length, s)  # type: ignore[misc]
+        contestants[f"recollect, {slots} slots"] = partial(with_recollect, model, length, slots)
     if peer is not None and length <= 1000:  # it takes a table of length times slots to make the schedule
         for slots in slots_of(length)[:2]:
             name = f"checkpoint_schedules by hand, {slots} slots"
-            contestants[name] = lambda s=slots: by_hand_with_peer(model, length, s)  # type: ignore[misc]
+            contestants[name] = partial(by_hand_with_peer, model, length, slots)
     wanted = grads_of(model, contestants["plain"])
     equal = {
-        name: "yes" if all(map(torch.equal, grads_of(model, work), wanted)) else "no" for name, work in contestants.items()
+        name: "yes" if all(map(torch.equal, grads_of(model, work), wanted)) else "no"
+        for name, work in contestants.items()
     }
     peaks = {name: peak_of(model, work) for name, work in contestants.items()}
     seconds = interleaved(contestants, rounds, model)
@@ -258,7 +263,10 @@ def small() -> Model:
 
 def overhead(model: Model, rounds: int) -> tuple[float, float, float, float]:
     """Seconds by hand, of a forward and of a differentiated step, and what recollect adds to each."""
-    length, first = 1000, tuple(one.detach().requires_grad_() if isinstance(one, Tensor) else one for one in model.first)
+    length, first = (
+        1000,
+        tuple(one.detach().requires_grad_() if isinstance(one, Tensor) else one for one in model.first),
+    )
     step = model.step
 
     def forward_by_hand() -> None:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 import recollect
 
-LENGTH, State = 400, tuple[Tensor, Tensor, int]
+LENGTH = 400
+State = tuple[Tensor, Tensor, int]
 cell, head = nn.LSTMCell(8, 32), nn.Linear(32, 8)
 sequence = torch.randn(LENGTH + 1, 4, 8)
 runs = 0

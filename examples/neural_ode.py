@@ -17,7 +17,7 @@ def step(x: Tensor) -> Tensor:
     k2 = field(x + H / 2 * k1)
     k3 = field(x + H / 2 * k2)
     k4 = field(x + H * k3)
-    return x + H / 6 * (k1 + 2 * k2 + 2 * k3 + k4)
+    return torch.add(x, k1 + 2 * k2 + 2 * k3 + k4, alpha=H / 6)
 
 
 x = plain = torch.randn(64, 2)

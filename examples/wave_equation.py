@@ -8,7 +8,8 @@ from torch import Tensor
 
 import recollect
 
-LENGTH, POINTS, State = 1000, 256, tuple[Tensor, Tensor]
+LENGTH, POINTS = 1000, 256
+State = tuple[Tensor, Tensor]
 true_speed = 0.5 + 0.2 * torch.linspace(0, 3, POINTS).sin()
 speed = torch.full((POINTS,), 0.5, requires_grad=True)
 pulse = torch.exp(-(torch.linspace(-4, 28, POINTS) ** 2))

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import recollect
+from chains import grads_of, plain, same
 from recollect import schedules
 from recollect.schedules import Backward, Forward
-from chains import grads_of, plain, same
 from tools import LiveBytes, ambient_state, key_of
 
 SIZES = [(1, 1), (2, 1), (3, 1), (5, 2), (10, 3), (10, 9), (10, 10), (10, 30), (33, 4)]
@@ -249,7 +249,7 @@ def test_what_is_not_asked_for_is_not_computed():
 
 
 def test_a_second_backward_begins_again():
-    step, layer, x, y, wanted = chain_of()
+    _, layer, x, y, wanted = chain_of()
     first = grads_of_kept(y, x, layer)
     assert same(first, torch.autograd.grad(wanted.sum(), [x, *layer.parameters()], retain_graph=True))
     assert same(grads_of_kept(y, x, layer), first)
@@ -281,7 +281,7 @@ def test_two_threads_over_one_graph():
 
 def test_twice_differentiated_is_refused_with_advice():
     _, _, x, y, _ = chain_of()
-    with pytest.raises(RuntimeError, match="cannot be differentiated twice.*Pass slots of at least its length"):
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice.*Pass slots of at least its length"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
@@ -673,7 +673,9 @@ def test_a_failed_step_leaves_nothing_behind():
             with LiveBytes() as live:
                 with pytest.raises(KeyError, match="no") as caught:
                     recollect.sequential(make(fails_at, again=False), (torch.ones(3, requires_grad=True), 0), length=10)
-                assert f"step {fails_at} of the chain" in "".join(getattr(caught.value, "__notes__", ["step 0 3 9"]))[:40]
+                assert (
+                    f"step {fails_at} of the chain" in "".join(getattr(caught.value, "__notes__", ["step 0 3 9"]))[:40]
+                )
                 del caught
             assert live.now == 0
             assert ambient_state() == before

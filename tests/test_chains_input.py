@@ -123,7 +123,7 @@ def test_steps_that_change_the_structure(change, message, slots, at):
 
 @pytest.mark.parametrize("slots", [2, 10])
 def test_steps_without_an_output(slots):
-    with pytest.raises(TypeError, match="every step returns a tuple of two.*step 0 of the chain"):
+    with pytest.raises(TypeError, match=r"every step returns a tuple of two.*step 0 of the chain"):
         recollect.sequential(torch.sin, torch.ones(3, requires_grad=True), length=10, slots=slots, outputs=True)
     with torch.no_grad(), pytest.raises(TypeError, match="every step returns a tuple of two"):
         recollect.sequential(torch.sin, torch.ones(3), length=10, slots=slots, outputs=True)

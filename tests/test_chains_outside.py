@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import recollect
-from recollect import CheckpointError
 from chains import grads_of, plain, same
+from recollect import CheckpointError
 from tools import LiveBytes, ambient_state
 
 
@@ -230,7 +230,7 @@ def test_weights_that_change_before_backward():
     y = run(layer, torch.rand(2, 3), 6)
     layer.weight.grad = torch.ones(3, 3)
     torch.optim.SGD(layer.parameters(), fused=True).step()
-    with pytest.raises(CheckpointError, match="optimizer stepped|modified by an inplace"):
+    with pytest.raises(CheckpointError, match=r"optimizer stepped|modified by an inplace"):
         y.sum().backward()
 
 
@@ -277,7 +277,7 @@ def test_a_kept_state_that_a_later_step_changes():
         return h.sin(), n, i + 1
 
     x = torch.ones(3, requires_grad=True)
-    with pytest.raises(CheckpointError, match="changed in place|changes the state that it is given in place"):
+    with pytest.raises(CheckpointError, match=r"changed in place|changes the state that it is given in place"):
         run(step, (x, torch.zeros(1), 0), 9, slots=4)[0].sum().backward()
 
 

@@ -710,7 +710,7 @@ def other_values(step: str, place: int, signature: Signature, apart: float) -> C
         f"Recomputed values differ from those of the forward: tensor {place} of the state that {step} gives "
         f"({describe_signature(signature)}) is another one when steps are run again, by {apart:.1e} of its norm. "
         "Somewhere between the kept state before it and this one, a step depends on something that is neither in the "
-        "state nor preserved: a global, a counter, another random generator (preserve_rng_state=\"all\"), the time"
+        'state nor preserved: a global, a counter, another random generator (preserve_rng_state="all"), the time'
     )
     error.cause = "steps that are not the same twice"
     return error

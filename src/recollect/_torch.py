@@ -105,7 +105,7 @@ def gradients(
 
 
 # Autograd's nodes for leaves; each has its `variable`.
-LEAF_NODE: type = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+LEAF_NODE: Any = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 # Of a node, among those of one thread: later ones have larger numbers, and the next will have `sequence_number()`.
 node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 

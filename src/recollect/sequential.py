@@ -19,7 +19,6 @@ from math import isqrt
 from typing import Any
 
 import torch
-from torch.nn import Module
 
 from recollect import _errors
 from recollect._chains import node
@@ -156,6 +155,7 @@ def _checked_choice(count: int, slots: Any, budget: Any, schedule: Any, tiers: A
 
 
 def checked_slots(slots: Any) -> int:
+    """`slots`, if it is a number of states."""
     if not isinstance(slots, int) or isinstance(slots, bool):
         raise TypeError(f"slots must be a number of states, got {_errors.describe_value(slots)}")
     if slots < 1:
@@ -210,9 +210,7 @@ def _describe(steps: Step | Sequence[Step], place: int) -> str:
     return f"step {place} of the chain ({_errors.describe_function(function)})"
 
 
-def _run_as_regions(
-    steps: Step | Sequence[Step], x: Any, length: int, outputs: bool, options: frame.Options
-) -> Any:
+def _run_as_regions(steps: Step | Sequence[Step], x: Any, length: int, outputs: bool, options: frame.Options) -> Any:
     """With a slot for every state: each step but the last is a region, in the order in which a schedule has them."""
     structure = Structure(x)
     given = []

@@ -38,7 +38,7 @@ from recollect._chains.structure import Mismatch, Structure
 from recollect._digest import Digest
 from recollect._errors import Signature
 from recollect._guards import Swapped, Training, swapping
-from recollect._inputs import Inputs, versions_of
+from recollect._inputs import Arguments, Inputs, versions_of
 from recollect._known import Known, known_of
 from recollect._optimizers import Steps
 from recollect._schedules.actions import Action
@@ -236,7 +236,7 @@ class Chain:
 
     def hand_over(self, hooks: Hooks) -> None:
         """Leave the first state to hooks around the chain: a region that the chain is in, an offload."""
-        arguments = (self.structure.build(self.start.leaves()),), {}
+        arguments: Arguments = (self.structure.build(self.start.leaves()),), {}
         self.inputs = Inputs(arguments, self.tensors, False, hooks)
 
     # --- Steps ---

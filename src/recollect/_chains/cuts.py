@@ -43,7 +43,7 @@ def _leads_on(tensor: Tensor, asked_for: set[Any]) -> bool:
         if len(seen) > _LARGE:
             return True
         for edge in waiting.pop().next_functions:
-            node = edge[0]
+            node: Any = edge[0]
             if node is None:
                 continue
             if edge in asked_for:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -120,7 +120,7 @@ class FirstRun:
         before = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
-            for step in range(first, last):  # noqa: B007 - used below, and in what is raised
+            for step in range(first, last):
                 steps.step, steps.position = step, 0
                 value = function(value)
                 if has_outputs:
@@ -204,7 +204,9 @@ class FirstRun:
             self.slots.learn((tensor, copies([tensor])[0] if is_read else None) for tensor, is_read in step.changed())
             if self._is_repeated(function):
                 self._unread[id(function)] = {
-                    edge: tensor for tensor in reachable(function) if (edge := edge_of(tensor)) not in self.chain.outside
+                    edge: tensor
+                    for tensor in reachable(function)
+                    if (edge := edge_of(tensor)) not in self.chain.outside
                 }
         return step
 
@@ -298,4 +300,3 @@ def look_at(chain: Chain, leaves: list[Any]) -> Look:
     tensors = [leaves[place] for place in chain.places]
     digests = tuple(map(digest, tensors)) if chain.compares_values() and can_be_recorded() else None
     return Look(tuple(map(signature, tensors)), digests)
-

@@ -26,10 +26,10 @@ from recollect._torch import storage_key
 class Hidden:
     """What steps depend on besides their state, and change: random generators, buffers."""
 
-    __slots__ = ("_only_written", "_put", "_read", "_with_values")
+    __slots__ = ("_access", "_only_written", "_with_values")
 
     def __init__(self, access: Access | None) -> None:
-        self._read, self._put = (None, None) if access is None else access
+        self._access = access
         self._with_values: dict[int, Tensor] = {}  # by memory: those that a step reads
         self._only_written: dict[int, Tensor] = {}
 
@@ -45,13 +45,13 @@ class Hidden:
         """As it is at this moment."""
         there = self._with_values
         values = dict(zip(there, copies(list(there.values())), strict=True)) if there else {}
-        return None if self._read is None else self._read(), values
+        return None if self._access is None else self._access[0](), values
 
     def put(self, state: tuple[Any, dict[int, Tensor]]) -> None:
         """Put it back to what it was then."""
         random, values = state
-        if self._put is not None:
-            self._put(random)
+        if self._access is not None:
+            self._access[1](random)
         if values:
             overwrite([self._with_values[memory] for memory in values], list(values.values()))
 
@@ -60,7 +60,7 @@ class Hidden:
         tensors = [*self._with_values.values(), *self._only_written.values()]
         if not tensors:
             return None
-        undo: Undo = Buffers([partial(_itself, one) for one in tensors], [None] * len(tensors)).restore()
+        undo: Undo | None = Buffers([partial(_itself, one) for one in tensors], [None] * len(tensors)).restore()
         return undo
 
 

@@ -24,14 +24,14 @@ from torch import Tensor
 from recollect import _errors
 from recollect._chains.chain import Chain, Look, Ran, without_history
 from recollect._chains.first import look_at
-from recollect._chains.notes import Stepping
 from recollect._chains.kept import Slots
+from recollect._chains.notes import Stepping
 from recollect._digest import difference, read
+from recollect._guards import name_of
 from recollect._inputs import find_tensors
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
 from recollect._torch import LEAF_NODE, gradients, is_needed, set_grad_enabled
 from recollect._verify import signature
-from recollect._guards import name_of
 
 Grads = list[Tensor | None]
 # Bytes of gradients from which on it matters that there are not two of each for a while.
@@ -275,10 +275,10 @@ class Pass:
         """Which tensors from outside the graph of `tensors` leads to, of those that are needed."""
         edges = self._edges
         reached: set[int] = set()
-        seen = set()
-        waiting = []
+        seen: set[Any] = set()
+        waiting: list[Any] = []
         for tensor in tensors:
-            node = tensor.grad_fn
+            node: Any = tensor.grad_fn
             if node is None:
                 index = self._leaves_outside.get(id(tensor))
                 if index is None:

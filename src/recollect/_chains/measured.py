@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Measured:
 def measure(chain: Chain, length: int) -> list[Measured]:
     """All steps of a chain; of a chain of equal steps the first alone, which stands for all."""
     found: list[Measured] = []
-    leaves: list[Any] | None = chain.start.leaves()
+    leaves = chain.start.leaves()
     kind = _kind_of(chain, chain.start.leaves(), chain.needs[0])
     behind: list[int] = []  # steps that are known, and that the state `leaves` has not been through
     with stepping(chain.notes, is_again=False) as steps:
@@ -103,8 +104,9 @@ class _Bench:
         roots = self._chain.meet(function).roots()
         buffers = [buffer for root in roots for buffer in root.buffers()]
         if buffers:
-            undo = Buffers([lambda one=one: one for one in buffers], [None] * len(buffers)).restore()  # type: ignore[misc]
-            self._undo.append(undo)
+            undo = Buffers([partial(_itself, one) for one in buffers], [None] * len(buffers)).restore()
+            if undo is not None:
+                self._undo.append(undo)
 
     def advance(self, step: int, leaves: list[Any]) -> list[Any]:
         """Run a step without a graph."""
@@ -163,6 +165,10 @@ class _Bench:
             weights, _ = leads_to(asked, first)
             inputs = {id(leaf): leaf for leaf in (*own, *weights) if leaf is not None}
             gradients(asked, [torch.ones_like(one) for one in asked], list(inputs.values()))
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _bytes_of(tensors: Sequence[Tensor], others: set[int]) -> int:

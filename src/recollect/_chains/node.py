@@ -25,7 +25,15 @@ from recollect._guards import name_of
 from recollect._inputs import versions_of
 from recollect._optimizers import Steps, stepped_since
 from recollect._schedules.actions import Action
-from recollect._torch import graph_is_kept, hooks_on, never_look_into, pop_hooks, push_hooks, set_grad_enabled, top_hooks
+from recollect._torch import (
+    graph_is_kept,
+    hooks_on,
+    never_look_into,
+    pop_hooks,
+    push_hooks,
+    set_grad_enabled,
+    top_hooks,
+)
 
 Actions = Callable[[], Iterable[Action]]
 

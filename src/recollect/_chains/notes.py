@@ -49,7 +49,9 @@ class Stepping:
         self.is_again = is_again  # whether these steps were run before
         around, scope = self._around, self._scope
         # Or something around the chain was.
-        self.replaying = is_again or (around is not None and around.replaying) or (scope is not None and scope.following)
+        self.replaying = (
+            is_again or (around is not None and around.replaying) or (scope is not None and scope.following)
+        )
         self.step = 0
         self.position = 0  # among what happens once in this step
 

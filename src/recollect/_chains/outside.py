@@ -73,9 +73,9 @@ def leads_to(tensors: Iterable[Tensor], first: int) -> tuple[list[Tensor], list[
     leaves: dict[int, Tensor] = {}
     edges: dict[Edge, None] = {}
     waiting: list[Any] = []
-    seen = set()
+    seen: set[Any] = set()
     for tensor in tensors:
-        node = tensor.grad_fn
+        node: Any = tensor.grad_fn
         if node is None:
             leaves[id(tensor)] = tensor
         elif node_number(node) < first:
@@ -175,7 +175,6 @@ class StepOf:
             else:  # by its name: another tensor may be put in its place
                 get = functools.partial(_attribute, weakref.ref(home[0]), home[1])
                 self.changes[id(home[0]), home[1]] = get, is_read
-
 
     def changed(self) -> list[tuple[Tensor, bool]]:
         """What it changes, as far as that is still there."""
@@ -299,5 +298,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-_PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type(torch)))
+_PLAIN = frozenset(
+    (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type(torch))
+)
 _OF_MODULES = frozenset(vars(Module()))

@@ -114,9 +114,7 @@ class _SequencePart(_Part):
             raise self.refuse(value)
         if self._tensors is not None:
             for part, one, is_tensor in zip(self._parts, value, self._tensors, strict=True):
-                if isinstance(one, Tensor) is not is_tensor or not (
-                    is_tensor or type(one) in _ATOMS or _is_atom(one)
-                ):
+                if isinstance(one, Tensor) is not is_tensor or not (is_tensor or type(one) in _ATOMS or _is_atom(one)):
                     raise part.refuse(one)
             leaves += value
             return

@@ -50,9 +50,7 @@ def is_recomputing() -> bool:
         return False
     scope, chain = here.scope, here.chain
     return (
-        here.reentrant == "replay"
-        or (scope is not None and scope.following)
-        or (chain is not None and chain.replaying)
+        here.reentrant == "replay" or (scope is not None and scope.following) or (chain is not None and chain.replaying)
     )
 
 
