@@ -9,8 +9,8 @@ equations for the two numbers.
 
 **Time and peak bytes** of an LSTM, a neural ODE (RK4 over a small MLP) and a 1-D wave equation, for 100, 1,000 and
 10,000 steps: plain; `checkpoint_sequential` of PyTorch at the number of segments with which it takes the fewest bytes;
-the schedules of `checkpoint_schedules` (PyPI) driven by hand, where it is installed; and recollect, with several numbers
-of slots. Bytes are those of storages that are alive, followed by a dispatch mode in runs of their own.
+the schedules of `checkpoint_schedules` (PyPI) driven by hand, where it is installed; and recollect, with several
+numbers of slots. Bytes are those of storages that are alive, followed by a dispatch mode in runs of their own.
 
 All run interleaved in one process, in a new random order every round; the least time of all rounds counts. Gradients
 are compared with those of the plain chain, bit for bit where the chain is the only one to add to them.

@@ -210,6 +210,17 @@ def test_a_step_that_needs_grad_only_later():
         y.sum().backward()
 
 
+def test_weights_in_the_state():
+    weight = torch.rand(3, requires_grad=True)
+    compare(lambda state: (state[0] * state[1].sin(), weight), (torch.ones(3), weight), 7, [weight], first=sum_of)
+    layer = nn.Linear(3, 3)
+    compare(lambda state: (layer(state[0]), state[1]), (torch.ones(3), layer.weight), 7, [layer.bias], first=sum_of)
+
+
+def sum_of(state):
+    return state[0].sum() + state[1].sum()
+
+
 def test_a_step_whose_parameters_are_frozen():
     layer = nn.Linear(3, 3).requires_grad_(False)
     x = torch.rand(2, 3, requires_grad=True)
@@ -231,6 +242,26 @@ def test_weights_that_change_before_backward():
     layer.weight.grad = torch.ones(3, 3)
     torch.optim.SGD(layer.parameters(), fused=True).step()
     with pytest.raises(CheckpointError, match=r"optimizer stepped|modified by an inplace"):
+        y.sum().backward()
+
+
+def test_data_that_changes_before_backward():
+    data = torch.rand(9, 3)
+    unread = torch.zeros(1)
+
+    def step(state):
+        h, i = state
+        if i > 20:
+            h = h * unread
+        return h * data[i], i + 1
+
+    x = torch.ones(3, requires_grad=True)
+    y, _ = run(step, (x, 0), 9)
+    unread.add_(1)
+    wanted = torch.autograd.grad(plain(step, (x, 0), 9)[0].sum(), x)
+    assert same(torch.autograd.grad(y.sum(), x, retain_graph=True), wanted)
+    data.add_(1)
+    with pytest.raises(CheckpointError, match=r"a tensor from outside of the function \(float32\[9, 3\] on cpu\)"):
         y.sum().backward()
 
 

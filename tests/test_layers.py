@@ -38,7 +38,7 @@ LAYERS = [
     ["recollect.sequential"],
     ["recollect.policies", "recollect._checkpoint", "recollect._progress"],
     ["recollect._chains.node"],
-    ["recollect._chains.later"],
+    ["recollect._chains.later", "recollect._chains.measured"],
     ["recollect._chains.first"],
     ["recollect._chains.chain"],
     ["recollect._chains.cuts"],

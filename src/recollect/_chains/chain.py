@@ -143,6 +143,8 @@ class Chain:
         self.clears_casts = _casts_are_cached()
         self.outside = Outside()
         self.outside_versions: list[int] = []
+        self.others: dict[int, Tensor] = {}  # that steps have, may read, and that need no grad
+        self._other_versions: list[int] = []
         self.cuts: list[int] = []  # places of tensors from outside for which leaves stand
         self.steps_then = 0
         self._output_starts: list[int] = []  # how many tensors all steps before a step gave besides
@@ -179,12 +181,20 @@ class Chain:
         """Note what must be the same in a pass."""
         self.ambient.forward_ended()
         self.outside_versions = versions_of(self.outside.tensors)
+        self._other_versions = versions_of(list(self.others.values()))
         self.steps_then = Steps.count
         modules = list({id(one): one for known in self.known.values() for one in known.modules()}.values())
         if modules:
             self.state = (Training(modules),)
             if any(known.is_swapped(known.modules(), putting=swapping.replays > 0) for known in self.known.values()):
                 self.state += (Swapped(modules),)
+
+    def changed_others(self) -> set[int]:
+        """The identities of tensors without grad that were changed in place since the first run."""
+        if not self.others:
+            return set()
+        pairs = zip(self.others, versions_of(list(self.others.values())), self._other_versions, strict=True)
+        return {place for place, now, then in pairs if now != then and not self.hidden.has(self.others[place])}
 
     def compares_values(self) -> bool:
         """Whether states are compared by value when they are reached again."""
@@ -222,6 +232,7 @@ class Chain:
         self.is_released = True
         self.pending = None
         self.outside = Outside()
+        self.others = {}
         self._functions = ()
         self.sole = None
 

@@ -202,16 +202,24 @@ class FirstRun:
         if id(function) not in self._met:
             self._met.add(id(function))
             self.slots.learn((tensor, copies([tensor])[0] if is_read else None) for tensor, is_read in step.changed())
-            if self._is_repeated(function):
-                self._unread[id(function)] = {
-                    edge: tensor
-                    for tensor in reachable(function)
-                    if (edge := edge_of(tensor)) not in self.chain.outside
-                }
+            self._look_around(function)
         return step
 
-    def _is_repeated(self, function: Callable[[Any], Any]) -> bool:
-        return self.chain.sole is not None or self.chain.counts[id(function)] > 1
+    def _look_around(self, function: Callable[[Any], Any]) -> None:
+        """Note what a function has, and may read in another step than the one that is looked at."""
+        chain = self.chain
+        is_repeated = chain.sole is not None or chain.counts[id(function)] > 1
+        if not is_repeated and isinstance(function, torch.nn.Module):  # it has no more than it shows
+            chain.others.update((id(buffer), buffer) for buffer in function.buffers())
+            return
+        found = reachable(function)
+        chain.others.update((id(tensor), tensor) for tensor in found if not tensor.requires_grad)
+        if is_repeated:
+            self._unread[id(function)] = {
+                edge: tensor
+                for tensor in found
+                if tensor.requires_grad and (edge := edge_of(tensor)) not in chain.outside
+            }
 
     def _find_outside(
         self,
@@ -251,7 +259,8 @@ class FirstRun:
         if tensor is None:
             tensor = self._unread.get(id(function), {}).get(edge)
         if tensor is None:
-            tensor = next((one for one in reachable(function) if edge_of(one) == edge), None)
+            having = (one for one in reachable(function) if one.requires_grad)
+            tensor = next((one for one in having if edge_of(one) == edge), None)
         if tensor is None:
             raise _errors.unknown_history(self.chain.describe(step), edge[0])
         return tensor

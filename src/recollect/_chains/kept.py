@@ -41,6 +41,11 @@ class Hidden:
         (self._with_values if is_read else self._only_written)[memory] = tensor
         return True
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether steps change it themselves."""
+        memory = storage_key(tensor)
+        return memory in self._with_values or memory in self._only_written
+
     def now(self) -> tuple[Any, dict[int, Tensor]]:
         """As it is at this moment."""
         there = self._with_values

@@ -6,6 +6,7 @@ step is run, as a region's inputs do, nothing else is kept, and a pass begins wi
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from recollect._chains.kept import Kept, Slots
 from recollect._chains.later import Pass
 from recollect._chains.notes import stepping
 from recollect._engine.replay import set_modes
-from recollect._guards import name_of
+from recollect._guards import Reading, name_of
 from recollect._inputs import versions_of
 from recollect._optimizers import Steps, stepped_since
 from recollect._schedules.actions import Action
@@ -157,7 +158,9 @@ def _run_pass(
         if buffers is not None:
             undo.append(buffers)
         restore(chain.state, undo)
-        with stepping(chain.notes, is_again=True) as run.steps:
+        changed = chain.changed_others()
+        reading = Reading(changed) if changed else None
+        with reading or contextlib.nullcontext(), stepping(chain.notes, is_again=True) as run.steps:
             if pending is not None:
                 run.looks = pending.looks
                 run.carry_out(pending.actions, pending.slots, pending.held)
@@ -167,6 +170,8 @@ def _run_pass(
                 run.carry_out(iter(actions()), slots, {})
     finally:
         undo_all(undo)
+    if reading is not None and reading.found is not None:
+        raise _changed(chain, reading.found, _errors.weight_changed)
     found = [grad for grad, needed in zip(run.grads, chain.needs[0], strict=True) if needed]
     if chain.compares_values():
         for known in chain.known.values():
@@ -190,8 +195,12 @@ def _check_outside(chain: Chain) -> None:
         changed = next((tensor for tensor in tensors if id(tensor) in stepped), None)
         error = _errors.weight_stepped
     if changed is not None:
-        roots = [root for known in chain.known.values() for root in known.roots()]
-        raise error(chain.describe(0), name_of(changed, roots))
+        raise _changed(chain, changed, error)
+
+
+def _changed(chain: Chain, tensor: Tensor, error: Callable[[str, str], Exception]) -> Exception:
+    roots = [root for known in chain.known.values() for root in known.roots()]
+    return error(f"that is {chain.describe(0)}", name_of(tensor, roots))
 
 
 def _put_hooks_aside(chain: Chain, undo: list[Undo]) -> None:

@@ -194,7 +194,7 @@ _MANY = 20_000  # values, after which it is enough
 
 
 def reachable(function: Callable[..., Any]) -> list[Tensor]:
-    """The tensors that need grad and that a function can be seen to have: in its closure, its owner, its globals.
+    """The tensors that a function can be seen to have: in its closure, its owner, its globals.
 
     More than it reads, perhaps; and what it has in other ways, deeper down or in C, is not found.
     """
@@ -215,8 +215,7 @@ class _Search:
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
-            if value.requires_grad:
-                self.found.append(value)
+            self.found.append(value)
         elif isinstance(value, Module):
             self._look_into_module(value, depth)
         elif isinstance(value, (list, tuple, deque, set, frozenset)):
