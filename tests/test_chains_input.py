@@ -34,6 +34,11 @@ class Counting:
         ({"budget": 1.5}, TypeError, "budget must be a number of bytes"),
         ({"schedule": schedules.revolve(9, 2)}, ValueError, "the schedule is for 9 steps, and the chain has 10"),
         ({"schedule": [1, 2]}, TypeError, "schedule must be one of recollect.schedules"),
+        (
+            {"schedule": schedules.hrevolve(10, {"device": 2, "tape": 3})},
+            ValueError,
+            "the schedule has a tier 'tape'",
+        ),
         ({"tiers": {"tape": 3}}, ValueError, "tiers.*'device', 'cpu' or 'disk'.*'tape'"),
         ({"tiers": {}}, ValueError, "tiers must name at least one tier"),
         ({"tiers": {"device": 0}}, ValueError, "tiers.*at least one state"),

@@ -37,7 +37,7 @@ LAYERS = [
     ["recollect._decided", "recollect._page"],
     ["recollect.sequential"],
     ["recollect.policies", "recollect._checkpoint", "recollect._progress"],
-    ["recollect._chains.node"],
+    ["recollect._chains.choice", "recollect._chains.node"],
     ["recollect._chains.later", "recollect._chains.measured"],
     ["recollect._chains.first"],
     ["recollect._chains.chain"],

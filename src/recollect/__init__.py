@@ -15,7 +15,7 @@ from recollect.modules import apply, unapply
 from recollect.offload import offload
 from recollect.plan import Plan
 from recollect.policy import Offload, Recompute, Save, by_name, offload_ops, save_ops
-from recollect.sequential import sequential
+from recollect.sequential import sequential, while_loop
 
 __version__ = "0.1.0"
 __all__ = [
@@ -52,4 +52,5 @@ __all__ = [
     "unapply",
     "unregister_generator",
     "verify_again",
+    "while_loop",
 ]

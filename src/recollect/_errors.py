@@ -716,6 +716,15 @@ def other_values(step: str, place: int, signature: Signature, apart: float) -> C
     return error
 
 
+def budget_too_small(budget: int, minimum: int) -> InfeasibleError:
+    error = InfeasibleError(
+        f"a budget of {describe_amount(budget, up=False)} is too small for the chain: one step, its state and its "
+        f"gradient take {describe_amount(minimum, up=True)} ({minimum} bytes) with a single state kept. Give that much"
+    )
+    error.smallest, error.where = minimum, "the step that takes most"
+    return error
+
+
 @functools.cache
 def once_needs_no_grad(function: str) -> str:
     return (

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
@@ -23,12 +24,15 @@ import torch
 from recollect import _errors
 from recollect._chains import node
 from recollect._chains.chain import Chain, Options
+from recollect._chains.choice import PLACES, checked_tiers, for_budget, for_tiers, stores_of
+from recollect._chains.first import FirstRun
 from recollect._chains.structure import Mismatch, Structure
 from recollect._checkpoint import checked_options, overridden
 from recollect._engine import frame
 from recollect._engine.frame import run_region
+from recollect._sizes import bytes_of
 from recollect._torch import never_begin_in, never_look_into
-from recollect.schedules import Schedule, ScheduleError, revolve
+from recollect.schedules import Schedule, ScheduleError, online, revolve
 
 Step = Callable[[Any], Any]
 
@@ -102,9 +106,102 @@ def sequential(
         return _run_plainly(steps, x, count, outputs)
     if isinstance(chosen, int) and chosen >= count:
         return _run_as_regions(steps, x, count, outputs, options)
-    plan = revolve(count, chosen) if isinstance(chosen, int) else chosen
     chain = Chain(steps, x, Options(options.determinism_check, options.preserve_rng_state, outputs))
+    plan = _plan(chain, count, chosen)
     return node.run(chain, lambda first: first.carry_out(iter(plan), plan.length), lambda: plan)
+
+
+@never_look_into
+def while_loop(
+    cond: Callable[[Any], Any],
+    step: Step,
+    x: Any,
+    *,
+    slots: int,
+    outputs: bool = False,
+    determinism_check: str = "first",
+    preserve_rng_state: bool | str = True,
+) -> Any:
+    """Run a step for as long as a condition on the state holds, and keep few of the states for backward.
+
+    `sequential` for a number of steps that shows only when they have been run: a solver that stops when it is close
+    enough, a sampler, a search. Up to `(slots + 1) * (slots + 2) / 2` steps it runs no more of them again than it would
+    if the number had been known; beyond that some percent more.
+
+    Args:
+        cond: Takes a state; whether another step is to be run. It has no part in the gradient, and is not asked again in
+            backward.
+        step: Takes a state and returns the next one.
+        x: The first state, of any structure, as for `sequential`.
+        slots: How many states are kept at a time, the first one included. Two running states and the step that is
+            differentiated come on top.
+        outputs: As for `sequential`.
+        determinism_check: As for `sequential`.
+        preserve_rng_state: As for `sequential`.
+
+    Returns:
+        The first state for which the condition does not hold; with `outputs`, a pair of it and the list of all outputs.
+
+    Example:
+        >>> import torch, recollect
+        >>> a = torch.tensor(2.0, requires_grad=True)
+        >>> def newton(x):
+        ...     return x - (x * x - a) / (2 * x)
+        >>> root = recollect.while_loop(lambda x: (x * x - a).abs() > 1e-6, newton, torch.tensor(1.0), slots=3)
+        >>> root.backward()
+        >>> torch.isclose(a.grad, 0.5 / a.sqrt())
+        tensor(True)
+    """
+    for name, function in (("cond", cond), ("step", step)):
+        if not callable(function):
+            raise _errors.not_callable(name, function)
+    options = overridden(checked_options(determinism_check, False, True, preserve_rng_state, None, None))
+    if not isinstance(outputs, bool):
+        raise _errors.not_a_bool("outputs", outputs)
+    schedule = online(checked_slots(slots))
+    if not torch.is_grad_enabled():
+        return _loop_plainly(cond, step, x, outputs)
+    chain = Chain(step, x, Options(options.determinism_check, options.preserve_rng_state, outputs))
+    length = 0
+
+    def first(run: FirstRun) -> None:
+        nonlocal length
+        length = run.carry_out_until(cond, schedule)
+
+    result = node.run(chain, first, lambda: schedule.schedule(length))
+    if length:
+        return result
+    return (x, []) if outputs else x
+
+
+def _loop_plainly(cond: Callable[[Any], Any], step: Step, x: Any, outputs: bool) -> Any:
+    given: list[Any] = []
+    while cond(x):
+        x = step(x)
+        if outputs:
+            x, output = _pair(x, step, len(given))
+            given.append(output)
+    return (x, given) if outputs else x
+
+
+def _plan(chain: Chain, length: int, chosen: int | Schedule | _Budget | dict[str, int]) -> Schedule:
+    if isinstance(chosen, int):
+        return revolve(length, chosen)
+    if not isinstance(chosen, _Budget):
+        device = next((tensor.device for tensor in chain.tensors if not tensor.is_cpu), torch.device("cpu"))
+        chain.stores = stores_of(chosen.tiers if isinstance(chosen, Schedule) else chosen, device)
+        return chosen if isinstance(chosen, Schedule) else for_tiers(chain, length, chosen, device)
+    try:
+        return for_budget(chain, length, chosen.bytes)
+    except ScheduleError as error:
+        if error.minimum is None:
+            raise
+        raise _errors.budget_too_small(chosen.bytes, error.minimum) from None
+
+
+@dataclass(frozen=True)
+class _Budget:
+    bytes: int
 
 
 # --- Arguments ---
@@ -136,8 +233,10 @@ def _checked_functions(functions: Any, length: Any) -> tuple[Step | Sequence[Ste
     return steps, len(steps)
 
 
-def _checked_choice(count: int, slots: Any, budget: Any, schedule: Any, tiers: Any) -> int | Schedule:
-    """How many slots, or which schedule."""
+def _checked_choice(
+    count: int, slots: Any, budget: Any, schedule: Any, tiers: Any
+) -> int | Schedule | _Budget | dict[str, int]:
+    """How many slots, or which schedule, or what to make one for."""
     given = {
         name: value
         for name, value in (("slots", slots), ("budget", budget), ("schedule", schedule), ("tiers", tiers))
@@ -149,8 +248,10 @@ def _checked_choice(count: int, slots: Any, budget: Any, schedule: Any, tiers: A
         return checked_slots(slots)
     if schedule is not None:
         return _checked_schedule(schedule, count)
-    if budget is not None or tiers is not None:
-        raise NotImplementedError
+    if budget is not None:
+        return _Budget(bytes_of("budget", budget))
+    if tiers is not None:
+        return checked_tiers(tiers)
     return default_slots(count)
 
 
@@ -180,6 +281,9 @@ def _checked_schedule(schedule: Any, length: int) -> Schedule:
         )
     if schedule.length != length:
         raise ScheduleError(f"the schedule is for {schedule.length} steps, and the chain has {length}")
+    for name in schedule.tiers:
+        if name not in PLACES:
+            raise ScheduleError(f"the schedule has a tier {name!r}; there are stores for 'device', 'cpu' and 'disk'")
     if schedule not in _checked:
         schedule.check()
         _checked.add(schedule)

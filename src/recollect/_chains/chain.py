@@ -103,6 +103,7 @@ class Pending:
     slots: Slots
     held: dict[int, Ran]
     looks: dict[int, Look]
+    running: Kept | None = None  # what the next action starts from, if that is not a kept state
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +237,14 @@ class Chain:
         self._functions = ()
         self.sole = None
 
-    def first_leaves(self) -> list[Any]:
-        """Of the first state, as the first run got them; raises where that is no longer possible."""
+    def first_state(self) -> Kept:
+        """The first state, as the first run got it; raises where that is no longer possible."""
         if self.inputs is None:
             if self.start.is_changed():
                 raise _errors.first_state_changed(self.describe(0))
-            return self.start.leaves()
+            return self.start
         (value,), _ = self.inputs.restore(lambda: self.describe(0))
-        return self.structure.leaves(value)
+        return Kept(self.structure.leaves(value), self.places, self.start.hidden, None)
 
     def hand_over(self, hooks: Hooks) -> None:
         """Leave the first state to hooks around the chain: a region that the chain is in, an offload."""

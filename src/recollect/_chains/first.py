@@ -33,6 +33,7 @@ from recollect._chains.notes import Stepping
 from recollect._chains.outside import Edge, Looking, StepOf, edge_of, leads_to, reachable
 from recollect._chains.structure import Mismatch, Structure
 from recollect._digest import copies, digest
+from recollect._schedules.online import Online
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
 from recollect._torch import can_be_recorded, sequence_number, set_grad_enabled, storage_key
 from recollect._verify import signature
@@ -68,10 +69,53 @@ class FirstRun:
             self.do(action)
             if self.state == length:
                 break
-        cuts = find_cuts(self.chain.outside.tensors)
-        is_cut_anew, self.chain.cuts = cuts != self.chain.cuts, cuts
+        is_cut_anew = self._set_cuts()
         if self._keeps and not (is_cut_anew and self.held):  # else a graph is held that should have been cut
             self.chain.pending = Pending(actions, self.slots, self.held, self.looks)
+
+    def _set_cuts(self) -> bool:
+        """Find what steps are to be cut off from, now that all is known; whether that is something new."""
+        chain, before = self.chain, self.chain.cuts
+        chain.cuts = find_cuts(chain.outside.tensors)
+        return chain.cuts != before
+
+    def carry_out_until(self, cond: Callable[[Any], Any], online: Online) -> int:
+        """Run steps for as long as `cond` says so; gives their number.
+
+        Whether a state is kept is decided after the step that starts from it. So the state before the running one is at
+        hand, and at the end the first pass begins with it.
+        """
+        chain, number, before = self.chain, 0, self.chain.start
+        while self._goes_on(cond, number):
+            if self._keeps:
+                for action in online.decide(number):
+                    if isinstance(action, Keep):
+                        self.slots.put(action.state, action.tier, before)
+                        self._look(action.state, before.leaves())
+                    else:
+                        self.do(action)
+                if number:
+                    before = Kept(self.leaves, chain.places, chain.hidden.now(), None)
+                    self.slots.last = before
+                self._kept = before
+            self.forward(number, number + 1)
+            number += 1
+        self.slots.last = None
+        if self._keeps and number:
+            self._set_cuts()
+            chain.pending = Pending(online.rest(number), self.slots, self.held, self.looks, before)
+        return number
+
+    def _goes_on(self, cond: Callable[[Any], Any], number: int) -> bool:
+        grad = torch.is_grad_enabled()
+        set_grad_enabled(False)
+        try:
+            return bool(cond(self.value))
+        except Exception as error:
+            _errors.add_step(error, f"cond, which was asked about state {number}")
+            raise
+        finally:
+            set_grad_enabled(grad)
 
     def do(self, action: Action) -> None:
         kind = type(action)
@@ -89,9 +133,11 @@ class FirstRun:
 
     def keep(self, state: int, tier: int) -> None:
         self._kept = self.slots.keep(state, tier, self.leaves)
-        check = self.chain.options.determinism_check
-        if state and check != "none":
-            self.looks[state] = look_at(self.chain, self.leaves)
+        self._look(state, self.leaves)
+
+    def _look(self, state: int, leaves: list[Any]) -> None:
+        if state and self.chain.options.determinism_check != "none":
+            self.looks[state] = look_at(self.chain, leaves)
 
     def forward(self, start: int, stop: int, *, hold: bool = False) -> None:
         """Run steps from the running state."""

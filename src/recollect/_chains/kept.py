@@ -106,12 +106,13 @@ class Kept:
 class Slots:
     """The kept states of a chain, by tier and number."""
 
-    __slots__ = ("_places", "_start", "_states", "_stores", "hidden")
+    __slots__ = ("_places", "_start", "_states", "_stores", "hidden", "last")
 
     def __init__(self, places: Sequence[int], hidden: Hidden, stores: Sequence[Store | None], start: Kept) -> None:
         self._places = places
         self._states: dict[tuple[int, int], Kept] = {}
         self._start = start
+        self.last: Kept | None = None  # the running state, where it is not known yet whether it will be kept
         self._stores = stores
         self.hidden = hidden
 
@@ -120,6 +121,10 @@ class Slots:
         kept = Kept(leaves, self._places, self.hidden.now(), self._stores[tier])
         self._states[tier, state] = kept
         return kept
+
+    def put(self, state: int, tier: int, kept: Kept) -> None:
+        """Keep what was the running state before."""
+        self._states[tier, state] = kept
 
     def __getitem__(self, place: tuple[int, int]) -> Kept:
         return self._states[place]
@@ -135,5 +140,5 @@ class Slots:
         """
         for tensor, before in changed:
             if self.hidden.add(tensor, is_read=before is not None) and before is not None:
-                for kept in (self._start, *self._states.values()):
+                for kept in (self._start, self.last or self._start, *self._states.values()):
                     kept.hidden[1].setdefault(storage_key(tensor), before)

@@ -24,7 +24,7 @@ from torch import Tensor
 from recollect import _errors
 from recollect._chains.chain import Chain, Look, Ran, without_history
 from recollect._chains.first import look_at
-from recollect._chains.kept import Slots
+from recollect._chains.kept import Kept, Slots
 from recollect._chains.notes import Stepping
 from recollect._digest import difference, read
 from recollect._guards import name_of
@@ -77,10 +77,10 @@ class Pass:
 
     # --- Actions ---
 
-    def begin(self, leaves: list[Any], hidden: Any) -> None:
-        """Begin with the first state."""
-        self.leaves = leaves
-        self.chain.hidden.put(hidden)
+    def begin(self, kept: Kept) -> None:
+        """Begin with a state that is in no slot."""
+        self.leaves = kept.leaves()
+        self.chain.hidden.put(kept.hidden)
 
     def carry_out(self, actions: Iterator[Action], slots: Slots, held: dict[int, Ran]) -> None:
         chain = self.chain

@@ -163,10 +163,13 @@ def _run_pass(
         with reading or contextlib.nullcontext(), stepping(chain.notes, is_again=True) as run.steps:
             if pending is not None:
                 run.looks = pending.looks
+                if pending.running is not None:
+                    run.begin(pending.running)
+                    pending.running = None
                 run.carry_out(pending.actions, pending.slots, pending.held)
             else:
                 slots = Slots(chain.places, chain.hidden, chain.stores, chain.start)
-                run.begin(chain.first_leaves(), chain.start.hidden)
+                run.begin(chain.first_state())
                 run.carry_out(iter(actions()), slots, {})
     finally:
         undo_all(undo)
