@@ -11,8 +11,7 @@ import recollect
 LENGTH = 400
 State = tuple[Tensor, Tensor, int]
 cell, head = nn.LSTMCell(8, 32), nn.Linear(32, 8)
-sequence = torch.randn(LENGTH + 1, 4, 8)
-runs = 0
+sequence, runs = torch.randn(LENGTH + 1, 4, 8), 0
 
 
 def step(state: State) -> tuple[State, Tensor]:

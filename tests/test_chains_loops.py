@@ -1,6 +1,7 @@
 """Chains: loops of unknown length, budgets and tiers."""
 
 import gc
+from itertools import pairwise
 
 import pytest
 import torch
@@ -129,9 +130,10 @@ def test_errors_in_a_loop_leave_nothing_behind():
     gc.collect()
     gc.disable()
     try:
-        with LiveBytes() as live, pytest.raises(ZeroDivisionError):
+        with LiveBytes() as live:
             x = torch.ones(3, requires_grad=True)
-            recollect.while_loop(lambda state: 1 / (4 - state[1]), advance, (x, 0), slots=2)
+            with pytest.raises(ZeroDivisionError):
+                recollect.while_loop(lambda state: 1 / (4 - state[1]), advance, (x, 0), slots=2)
         del x
         assert live.now == 0
     finally:
@@ -144,9 +146,7 @@ def test_errors_in_a_loop_leave_nothing_behind():
 def layers(count=24):
     torch.manual_seed(0)
     widths = [8 * (1 + place % 5) for place in range(count + 1)]
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Dropout(0.1)) for a, b in zip(widths, widths[1:], strict=False))
-    )
+    return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Dropout(0.1)) for a, b in pairwise(widths)))
 
 
 def smallest(functions, x, **options):

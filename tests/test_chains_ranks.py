@@ -25,7 +25,9 @@ class Model(nn.Module):
             return self.cell(x, h)
 
         first = torch.zeros(len(x), 4)
-        return self.head(plain(step, first, 20) if self._is_plain else recollect.sequential(step, first, length=20, slots=3))
+        return self.head(
+            plain(step, first, 20) if self._is_plain else recollect.sequential(step, first, length=20, slots=3)
+        )
 
 
 def train_on(rank, port, folder):

@@ -84,13 +84,14 @@ def sequential(
         ValueError: An argument out of range, a schedule of another length, a budget that one step does not fit into.
 
     Example:
-        >>> import torch, recollect
+        >>> import torch
+        >>> from recollect.sequential import sequential  # or recollect.sequential
         >>> cell = torch.nn.RNNCell(4, 8)
         >>> inputs = torch.randn(1000, 1, 4)
         >>> def step(state):
         ...     h, i = state
         ...     return cell(inputs[i], h), i + 1
-        >>> h, i = recollect.sequential(step, (torch.zeros(1, 8), 0), length=1000, slots=10)
+        >>> h, i = sequential(step, (torch.zeros(1, 8), 0), length=1000, slots=10)
         >>> h.sum().backward()  # runs 3,636 steps again, and holds 10 states
         >>> cell.weight_hh.grad.shape
         torch.Size([8, 8])
@@ -129,8 +130,8 @@ def while_loop(
     if the number had been known; beyond that some percent more.
 
     Args:
-        cond: Takes a state; whether another step is to be run. It has no part in the gradient, and is not asked again in
-            backward.
+        cond: Takes a state; whether another step is to be run. It has no part in the gradient, and is not asked again
+            in backward.
         step: Takes a state and returns the next one.
         x: The first state, of any structure, as for `sequential`.
         slots: How many states are kept at a time, the first one included. Two running states and the step that is

@@ -159,9 +159,7 @@ def checked_tiers(tiers: Any) -> dict[str, int]:
 
 def stores_of(tiers: Iterable[str], device: torch.device) -> tuple[Store | None, ...]:
     """Where each tier keeps tensors of a device; None where they stay."""
-    return tuple(
-        None if name in ("device", device.type) else store_of(Offload(to=name, min_bytes=0)) for name in tiers
-    )
+    return tuple(None if name in ("device", device.type) else store_of(Offload(to=name, min_bytes=0)) for name in tiers)
 
 
 def for_tiers(chain: Chain, length: int, tiers: dict[str, int], device: torch.device) -> Schedule:

@@ -33,8 +33,8 @@ from recollect._chains.notes import Stepping
 from recollect._chains.outside import Edge, Looking, StepOf, edge_of, leads_to, reachable
 from recollect._chains.structure import Mismatch, Structure
 from recollect._digest import copies, digest
-from recollect._schedules.online import Online
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
+from recollect._schedules.online import Online
 from recollect._torch import can_be_recorded, sequence_number, set_grad_enabled, storage_key
 from recollect._verify import signature
 
