@@ -84,14 +84,13 @@ def sequential(
         ValueError: An argument out of range, a schedule of another length, a budget that one step does not fit into.
 
     Example:
-        >>> import torch
-        >>> from recollect.sequential import sequential  # or recollect.sequential
+        >>> import torch, recollect
         >>> cell = torch.nn.RNNCell(4, 8)
         >>> inputs = torch.randn(1000, 1, 4)
         >>> def step(state):
         ...     h, i = state
         ...     return cell(inputs[i], h), i + 1
-        >>> h, i = sequential(step, (torch.zeros(1, 8), 0), length=1000, slots=10)
+        >>> h, i = recollect.sequential(step, (torch.zeros(1, 8), 0), length=1000, slots=10)
         >>> h.sum().backward()  # runs 3,636 steps again, and holds 10 states
         >>> cell.weight_hh.grad.shape
         torch.Size([8, 8])
