@@ -137,7 +137,7 @@ class FirstRun:
 
     def _look(self, state: int, leaves: list[Any]) -> None:
         if state and self.chain.options.determinism_check != "none":
-            self.looks[state] = look_at(self.chain, leaves)
+            self.looks[state] = look_at(self.chain, leaves, closely=self.chain.compares_values())
 
     def forward(self, start: int, stop: int, *, hold: bool = False) -> None:
         """Run steps from the running state."""
@@ -350,8 +350,8 @@ def can_need_grad(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def look_at(chain: Chain, leaves: list[Any]) -> Look:
-    """What is compared when the state is reached again."""
+def look_at(chain: Chain, leaves: list[Any], *, closely: bool) -> Look:
+    """What is compared when the state is reached again; `closely` with its values."""
     tensors = [leaves[place] for place in chain.places]
-    digests = tuple(map(digest, tensors)) if chain.compares_values() and can_be_recorded() else None
+    digests = tuple(map(digest, tensors)) if closely and can_be_recorded() else None
     return Look(tuple(map(signature, tensors)), digests)
