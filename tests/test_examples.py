@@ -20,11 +20,14 @@ EXAMPLES = {
     "fsdp2_llama": (["transformers"], r"2 ranks trained under \d{2},\d{3},\d{3} bytes each"),
     "lightning_module": (["lightning"], TWICE),
     "long_context": ([], r"left the device: 6 MiB"),
+    "lstm": ([], r"with 128 slots every step but the last was run again 1\.7 times"),
+    "neural_ode": ([], r"gradients .* are equal to those of the plain chain, to the last bit: True"),
     "resnet": ([], r"kept: 3,\d{3},\d{3} bytes before, 9\d{2},\d{3} after; batches .* in two steps: 2"),
     "tensor_parallel": ([], TWICE),
     "torchtitan_policy": ([], TWICE),
     "transformers_llama": (["transformers"], TWICE),
     "transformers_trainer": (["transformers", "accelerate"], TWICE),
+    "wave_equation": ([], r"the gradient says at 254 of 256 points of the string how its speed should change"),
     "unet": ([], r"regions .*: down\.0 up\.0 up\.0 down\.0"),
 }
 

@@ -1,6 +1,6 @@
 """Activation checkpointing for PyTorch that you can trust, see and budget."""
 
-from recollect import composable, policies
+from recollect import composable, policies, schedules
 from recollect._checkpoint import checkpoint, remat, verify_again
 from recollect._digest import set_tolerance
 from recollect._engine.named import region
@@ -16,6 +16,7 @@ from recollect.modules import apply, unapply
 from recollect.offload import offload
 from recollect.plan import Plan
 from recollect.policy import Offload, Recompute, Save, by_name, offload_ops, save_ops
+from recollect.sequential import sequential, while_loop
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,9 +47,12 @@ __all__ = [
     "register_generator",
     "remat",
     "save_ops",
+    "schedules",
+    "sequential",
     "set_tolerance",
     "skip_on_replay",
     "unapply",
     "unregister_generator",
     "verify_again",
+    "while_loop",
 ]

@@ -103,7 +103,7 @@ def is_transparent(value: Any, seen: set[int] | None = None) -> bool:
     seen.add(id(value))
     if kind is dict or kind is OrderedDict:
         return all(is_transparent(part, seen) for part in (*value.keys(), *value.values()))
-    if kind in (list, deque, tuple) or (_is_named_tuple(value) and not getattr(value, "__dict__", None)):
+    if kind in (list, deque, tuple) or (is_named_tuple(value) and not getattr(value, "__dict__", None)):
         return all(is_transparent(part, seen) for part in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, (list, dict, tuple)):
         names = {field.name for field in dataclasses.fields(value)}
@@ -134,17 +134,20 @@ def rebuild(value: Any, leaf: Any, replace: Callable[[Any], Any], made: dict[int
         entries = made[id(value)] = kind()
         entries.update((key, rebuild(part, leaf, replace, made)) for key, part in value.items())
         return entries
-    if kind is tuple or _is_named_tuple(value):
+    if kind is tuple or is_named_tuple(value):
         items = [rebuild(part, leaf, replace, made) for part in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
-            value = tuple(items) if kind is tuple else value._make(items)
+            value = value._make(items) if hasattr(kind, "_make") else kind(items)
     elif dataclasses.is_dataclass(value) and not isinstance(value, (type, list, dict, tuple)):
         value = _rebuild_dataclass(value, leaf, replace, made)
     return value
 
 
-def _is_named_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_make") and hasattr(value, "_fields")
+def is_named_tuple(value: Any) -> bool:
+    """Whether it is one of `namedtuple`, or of those that `torch.topk` and others return."""
+    if not isinstance(value, tuple):
+        return False
+    return (hasattr(value, "_make") and hasattr(value, "_fields")) or hasattr(value, "n_sequence_fields")
 
 
 def _rebuild_dataclass(value: Any, leaf: Any, replace: Callable[[Any], Any], made: dict[int, Any]) -> Any:

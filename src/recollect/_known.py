@@ -42,6 +42,7 @@ class Known:
         "is_recorded",
         "looked",
         "reads",
+        "step",
         "tree",
         "verified",
         "warned",
@@ -66,6 +67,7 @@ class Known:
         self.writes: dict[Any, tuple[Callable[[], Tensor | None], bool]] = {}
         self._identities: list[int] = []  # of its parameters in the call before
         self._is_swapped = False  # whether those were there only for the time of that call
+        self.step: Any = None  # what is known of it as a step of a chain: see _chains/outside.py
         # Where its modules have the parameters among that.
         self.homes: list[tuple[weakref.ref[Module], str]] = []
 

@@ -120,6 +120,35 @@ def backward_inside_backward(tensors: tuple[torch.Tensor, ...], grads: tuple[tor
         torch.autograd.backward(tensors, grads)
 
 
+def gradients(
+    tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` inside a backward, without its checks of what autograd itself has made; None if unused."""
+    found: tuple[torch.Tensor | None, ...] = torch.autograd.Variable._execution_engine.run_backward(
+        tuple(tensors), tuple(grads), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+    )
+    return found
+
+
+# Autograd's nodes for leaves; each has its `variable`.
+LEAF_NODE: Any = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+# Of a node, among those of one thread: later ones have larger numbers, and the next will have `sequence_number()`.
+node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+
+
+def is_needed(node: Any) -> bool:
+    """Whether the running backward wants what a node is given, or what it leads to."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that `torch.autograd.grad` asks for, and that will not run
+        return True
+
+
+def hooks_on(tensor: torch.Tensor) -> dict[int, Any] | None:
+    """The hooks that `register_hook` has put on a tensor: the very dict that autograd reads, None without any."""
+    return tensor._backward_hooks or None
+
+
 # The group of backward calls that is in force. It travels with torch's own thread-local state, so that autograd's
 # device threads see it. PyTorch's own groups are kept here too, so ours and theirs know of each other.
 current_group: Callable[[], Any] = torch._C._get_graph_exec_group

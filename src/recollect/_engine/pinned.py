@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -48,8 +48,10 @@ def is_recomputing() -> bool:
     """
     if is_dynamo_compiling():
         return False
-    scope = here.scope
-    return here.reentrant == "replay" or (scope is not None and scope.following)
+    scope, chain = here.scope, here.chain
+    return (
+        here.reentrant == "replay" or (scope is not None and scope.following) or (chain is not None and chain.replaying)
+    )
 
 
 def once(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -77,7 +79,7 @@ def once(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         return function(*args, **kwargs)
     if not callable(function):
         raise _errors.not_callable("function", function)
-    result: R = _call(function, args, kwargs)
+    result: R = call_once(function, args, kwargs)
     return result
 
 
@@ -104,7 +106,7 @@ def pin(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def pinned(*args: P.args, **kwargs: P.kwargs) -> R:
-        run = _compile.run_pinned if is_dynamo_compiling() else _call
+        run = _compile.run_pinned if is_dynamo_compiling() else call_pinned
         result: R = run(function, args, kwargs)
         return result
 
@@ -173,7 +175,7 @@ class _Argument:
         self.index = index
 
 
-class _Entry:
+class Entry:
     """One call."""
 
     __slots__ = ("after", "arguments", "code", "error", "random", "result")
@@ -186,26 +188,90 @@ class _Entry:
         self.error: Exception | None = None
         self.random: list[RandomState] = []  # after the call, of each region around it, from the inside out
 
+    def keep(self, result: Any, tensors: Sequence[Tensor]) -> None:
+        """Keep the result of a call whose arguments had these tensors."""
+        made: dict[int, Any] = {id(argument): _Argument(index) for index, argument in enumerate(tensors)}
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    scope = here.scope
+        def keep(tensor: Tensor) -> Any:
+            if id(tensor) not in made:
+                is_weight = tensor.requires_grad and tensor.is_leaf and tensor._base is None
+                made[id(tensor)] = _Weight(tensor) if is_weight else _Pinned(tensor)
+            return made[id(tensor)]
+
+        self.result = [rebuild(result, Tensor, keep)]
+
+    def hand_out(self, tensors: Sequence[Tensor], give: Callable[[Tensor, bool, bool], Tensor]) -> Any:
+        """The result again, for arguments with these tensors.
+
+        What `give` makes of a copy, whether it needed grad, and whether operators passed it over, is handed out.
+        """
+        made: dict[int, Tensor] = {}
+
+        def one_of(one: _Pinned | _Argument | _Weight) -> Tensor:
+            if isinstance(one, _Argument):
+                return tensors[one.index]
+            if isinstance(one, _Weight):
+                return one.value
+            if id(one) not in made:
+                made[id(one)] = give(copy_of(one.value), one.needs_grad, one.is_passed_over)
+            return made[id(one)]
+
+        return rebuild(self.result[0], (_Pinned, _Argument, _Weight), one_of)
+
+
+def call_once(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `once` does with a function."""
+    return _call(function, args, kwargs, is_pinned=False)
+
+
+def call_pinned(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function that is pinned does when it is called."""
+    return _call(function, args, kwargs, is_pinned=True)
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_pinned: bool) -> Any:
+    scope, chain = here.scope, here.chain
+    if chain is not None and (scope is None or not scope.following):
+        # The step may be run again, and then it is the chain that remembers.
+        if scope is None:
+            return chain.call(function, args, kwargs, is_pinned=is_pinned)
+        function = _RunByChain(chain, function, is_pinned)
     if scope is None:
         if here.reentrant is not None:
             raise _errors.not_in_reentrant(_errors.describe_function(function))
         return function(*args, **kwargs)
-    code = getattr(function, "__code__", None) or getattr(function, "__name__", type(function))
-    entry = scope.noted(_Entry, code)
+    code = code_of(function)
+    entry = scope.noted(Entry, code)
     if entry is None:  # a replay within an unfinished forward, which has not come here yet
         return function(*args, **kwargs)
-    if not isinstance(entry, _Entry) or entry.code != code:
+    if not isinstance(entry, Entry) or entry.code != code:
         raise _errors.pinned_elsewhere(scope.frame.region(), _errors.describe_function(function))
     if not scope.following:
         return _run(scope, entry, function, args, kwargs)
     return _hand_out(scope, entry, args, kwargs, function)
 
 
+def code_of(function: Callable[..., Any]) -> object:
+    """What a function is told by, to notice that another run comes to another one."""
+    if isinstance(function, _RunByChain):
+        function = function.__wrapped__
+    return getattr(function, "__code__", None) or getattr(function, "__name__", type(function))
+
+
+class _RunByChain:
+    """A function that runs within a region within a step of a chain."""
+
+    def __init__(self, chain: Any, function: Callable[..., Any], is_pinned: bool) -> None:
+        self.__wrapped__ = function
+        self._chain = chain
+        self._is_pinned = is_pinned
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._chain.call(self.__wrapped__, args, kwargs, is_pinned=self._is_pinned)
+
+
 def _run(
-    scope: Scope, entry: _Entry, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    scope: Scope, entry: Entry, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     tensors = find_tensors(args, kwargs)[0]
     outside, hooks, inside = top_hooks(), None, Inside()
@@ -219,25 +285,17 @@ def _run(
     try:
         result = call_within(scope, hooks, function, args, kwargs, is_pinned=True)
     except Exception as error:
-        entry.error = _twin(error)
+        entry.error = twin(error)
         raise
     finally:
         inside.part = NO_PART
         entry.after = scope.position
-    made: dict[int, Any] = {id(argument): _Argument(index) for index, argument in enumerate(tensors)}
-
-    def keep(tensor: Tensor) -> Any:
-        if id(tensor) not in made:
-            is_weight = tensor.requires_grad and tensor.is_leaf and tensor._base is None
-            made[id(tensor)] = _Weight(tensor) if is_weight else _Pinned(tensor)
-        return made[id(tensor)]
-
     entry.random = [RandomState.like(one.frame.ambient) for one in (scope, *scope.outer())]
-    entry.result = [rebuild(result, Tensor, keep)]
+    entry.keep(result, tensors)
     return result
 
 
-def _twin(error: Exception) -> Exception:
+def twin(error: Exception) -> Exception:
     """The same exception without its traceback, which holds everything that was alive."""
     try:
         return copy.copy(error).with_traceback(None)
@@ -246,36 +304,27 @@ def _twin(error: Exception) -> Exception:
 
 
 def _hand_out(
-    scope: Scope, entry: _Entry, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any]
+    scope: Scope, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any]
 ) -> Any:
     tensors = find_tensors(args, kwargs)[0]
     pack_again(scope, tensors, entry.arguments)
     scope.position = entry.after
     if entry.error is not None:
-        raise _twin(entry.error)
+        raise twin(entry.error)
     # Of the region that is being replayed: its replay has put these generators where they were, and no others.
     for one, state in zip((scope, *scope.outer()), entry.random, strict=False):
         if one.replaying:
             state.put()
             break
-    made: dict[int, Tensor] = {}
 
-    def give(one: _Pinned | _Argument | _Weight) -> Tensor:
-        if isinstance(one, _Argument):
-            return tensors[one.index]
-        if isinstance(one, _Weight):
-            return one.value
-        if id(one) not in made:
-            value = copy_of(one.value)
-            if one.is_passed_over:
-                value = view_without_grad(value)
-            elif one.needs_grad:
-                message = _errors.served_from_memory(_errors.describe_function(function))
-                value = as_inner_result(value, tensors, message)
-            made[id(one)] = value
-        return made[id(one)]
+    def give(value: Tensor, needs_grad: bool, is_passed_over: bool) -> Tensor:
+        if is_passed_over:
+            return view_without_grad(value)
+        if not needs_grad:
+            return value
+        return as_inner_result(value, tensors, _errors.served_from_memory(_errors.describe_function(function)))
 
-    result = rebuild(entry.result[0], (_Pinned, _Argument, _Weight), give)
+    result = entry.hand_out(tensors, give)
     if scope.recorder is not None:
         scope.recorder.adopt(result)
     return result

@@ -214,7 +214,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
     by_hooks = type(function) is ModuleFunction
     undo: list[Undo] = []
     try:
-        _set_modes(undo)
+        set_modes(undo)
         frame.ambient.restore(undo)
         if verification is not None and verification.state:
             restore(verification.state, undo)
@@ -349,7 +349,7 @@ def _identity(packed: Tensor) -> Tensor:
     return packed
 
 
-def _set_modes(undo: list[Undo]) -> None:
+def set_modes(undo: list[Undo]) -> None:
     """Grad mode is on in a replay, whatever it is around it, and inference mode, which would override it, off."""
     if is_inference_mode_enabled():
         normal = inference_mode(False)

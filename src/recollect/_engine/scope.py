@@ -113,6 +113,7 @@ class Scope:
 class _Here(threading.local):
     scope: Scope | None = None
     reentrant: str | None = None  # "forward" or "replay" while a region of the reentrant variant runs
+    chain: Any = None  # the step of a chain that runs: see _chains/notes.py
     awaited: Awaited | None = None  # what a module is being called for, until the module's own hook begins it
 
 
