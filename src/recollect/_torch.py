@@ -73,13 +73,9 @@ def will_run(node: Any) -> bool:
 # Autograd numbers its nodes as it makes them, so an unmoved number means that the same operator still runs.
 sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 
-
-def node_number(node: Any) -> int:
-    """The number of a node; that of a leaf's is larger than all others."""
-    number: int = node._sequence_nr()
-    return number
-
-
+# The number of a node: later ones of a thread have larger ones, the next will have `sequence_number()`, and that of a
+# leaf's is larger than all others.
+node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 # `torch.set_grad_enabled` without the cost of a context manager.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # How many torch-function modes this thread has: without any, no default device can be in force.
@@ -132,8 +128,6 @@ def gradients(
 
 # Autograd's nodes for leaves; each has its `variable`.
 LEAF_NODE: Any = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
-# Of a node, among those of one thread: later ones have larger numbers, and the next will have `sequence_number()`.
-node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 
 
 def is_needed(node: Any) -> bool:

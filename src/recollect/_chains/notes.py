@@ -71,7 +71,7 @@ class Stepping:
             entry.error = twin(error)
             raise
         if self._notes.access is not None:
-            entry.random = RandomState(self._notes.access)
+            entry.random = [RandomState(self._notes.access)]
         entry.keep(result, find_tensors(args, kwargs)[0])
         return result
 
@@ -108,8 +108,8 @@ class Stepping:
             return as_inner_result(value, tensors, message) if now is None else now
 
         result = entry.hand_out(tensors, give)
-        if entry.random is not None:
-            entry.random.put()
+        for state in entry.random:
+            state.put()
         return result
 
 
