@@ -1,0 +1,1 @@
+"""Schedules over chains, as `recollect.schedules` offers them: plain Python that knows nothing of torch."""
