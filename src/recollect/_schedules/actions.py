@@ -17,6 +17,7 @@ class ScheduleError(ValueError):
         minimum: The least amount that would do, where the error is about a budget that is too small; else None.
     """
 
+    __module__ = "recollect.schedules"  # where users find it
     minimum: int | None = None
 
 
@@ -67,3 +68,11 @@ class Backward:
 
 
 Action: TypeAlias = Forward | Keep | Restore | Drop | Backward
+
+
+def check_int(name: str, value: object, least: int = 1) -> None:
+    """Raise unless `value` is an int of at least that much."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    if value < least:
+        raise ScheduleError(f"{name} must be at least {least}, got {value}")
