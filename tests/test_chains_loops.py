@@ -229,6 +229,20 @@ def test_measuring_leaves_nothing_behind():
     assert same(list(model.state_dict().values()), list(after.values()))
 
 
+def test_measuring_puts_back_what_steps_change_outside():
+    total = torch.zeros(1)
+
+    def step(x):
+        total.add_(1)
+        return (x * total.item()).sin()
+
+    x = torch.ones(3, requires_grad=True)
+    smallest(step, x, length=9)
+    assert total == 0
+    recollect.sequential(step, x, length=9, budget="1 MiB").sum().backward()
+    assert total == 9
+
+
 def test_more_different_steps_than_are_planned_one_by_one(monkeypatch):
     monkeypatch.setattr("recollect._chains.choice._DIFFERENT", 6)
     model = layers(20)

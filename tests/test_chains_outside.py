@@ -526,6 +526,20 @@ def test_regions_inside_of_steps():
     assert len(losses) == 9
 
 
+def test_modules_inside_of_steps_that_are_decided():
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Dropout(0.2))
+    model = nn.Sequential(block, nn.Tanh())
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.manual_seed(1)
+    wanted = grads_of(plain(model, x, 9).square().sum(), [x, *model.parameters()])
+    handle = recollect.apply(model, {"0": recollect.Recompute(), "0.1": recollect.Save()})
+    torch.manual_seed(1)
+    got = grads_of(run(model, x, 9).square().sum(), [x, *model.parameters()])
+    handle.remove()
+    assert same(got, wanted)
+
+
 def test_a_chain_inside_of_a_region():
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
@@ -644,6 +658,10 @@ def test_when_values_are_compared(check, expected, monkeypatch):
         looks.clear()
         run(step, torch.ones(3, requires_grad=True), 12, determinism_check=check).sum().backward()
         assert bool(looks) == bool(number)
+    recollect.verify_again(step)
+    looks.clear()
+    run(step, torch.ones(3, requires_grad=True), 12, determinism_check="first").sum().backward()
+    assert looks
 
 
 def test_a_step_that_gives_another_shape_when_it_is_run_again():

@@ -392,7 +392,7 @@ def verify_again(function: Callable[..., Any] | None = None) -> None:
     if hasattr(function, "recollect_options"):
         function = function.__wrapped__  # type: ignore[union-attr]
     for known in all_known(function):
-        known.verified = False
+        known.verify_again()
 
 
 class _Rematted:

@@ -97,6 +97,12 @@ class Known:
         """The modules that the function belongs to."""
         return [module for reference in self._roots if (module := reference()) is not None]
 
+    def verify_again(self) -> None:
+        """Let it be compared by value again, the next time that it is run again."""
+        self.verified = False
+        if self.step is not None:
+            self.step.is_verified = False
+
     def only_written(self) -> frozenset[int]:
         """The memory that it changes, and on which nothing depends that it gives."""
         tensors = [get() for get, is_read in self.writes.values() if not is_read]
@@ -269,7 +275,7 @@ def verify_modules_again(modules: Iterable[Module]) -> None:
     changed = set(map(id, modules))
     for known in all_known():
         if not changed.isdisjoint(map(id, known.modules())):
-            known.verified = False
+            known.verify_again()
 
 
 def all_known(function: Callable[..., Any] | None = None) -> Iterator[Known]:

@@ -21,11 +21,19 @@ from torch import Tensor
 from recollect._ambient import RandomState, undo_all
 from recollect._chains.chain import Chain, Needs, tensors_that_need_grad
 from recollect._chains.notes import stepping
-from recollect._chains.outside import leads_to
+from recollect._chains.outside import Looking, leads_to
+from recollect._digest import copies, overwrite
 from recollect._errors import Signature
-from recollect._guards import Buffers
+from recollect._inputs import versions_of
 from recollect._meters import Meter, RealClock, meter_of
-from recollect._torch import gradients, sequence_number, set_grad_enabled, storage_key
+from recollect._torch import (
+    can_be_recorded,
+    gradients,
+    put_versions,
+    sequence_number,
+    set_grad_enabled,
+    storage_key,
+)
 from recollect._verify import signature
 
 Kind = tuple[tuple[Signature, ...], Needs]  # of a state
@@ -60,6 +68,7 @@ def measure(chain: Chain, length: int) -> list[Measured]:
                 known = chain.meet(chain.function(step)).step.measured
                 if kind not in known:
                     for each in behind:
+                        bench.meet(each, leaves, tuple(False for _ in chain.places))
                         leaves = bench.advance(each, leaves)
                     behind.clear()
                     known[kind] = bench.measure(step, leaves, kind[1])
@@ -95,23 +104,30 @@ class _Bench:
         self._random.put()
         undo_all(self._undo)
 
-    def _meet(self, step: int) -> None:
-        """Note what the function may change."""
-        function = self._chain.function(step)
+    def meet(self, step: int, leaves: list[Any], needs: Needs) -> None:
+        """Note what the function changes, to be put back."""
+        chain, function = self._chain, self._chain.function(step)
         if id(function) in self._met:
             return
         self._met.add(id(function))
-        roots = self._chain.meet(function).roots()
-        buffers = [buffer for root in roots for buffer in root.buffers()]
-        if buffers:
-            undo = Buffers([partial(_itself, one) for one in buffers], [None] * len(buffers)).restore()
-            if undo is not None:
-                self._undo.append(undo)
+        known = chain.meet(function)
+        changes = [tensor for tensor, _ in known.step.changed()]
+        changes += [buffer for root in known.roots() for buffer in root.buffers()]
+        self._put_back_later(changes, copies(changes))
+        if not known.step.is_looked_at and can_be_recorded():
+            with Looking() as looking:
+                chain.run_with_graph(step, leaves, needs)
+            looking.changes(known.roots(), {storage_key(leaves[place]) for place in chain.places})
+            matter = [write for write in looking.writes.values() if write.before is not None]
+            self._put_back_later([write.alias for write in matter], [write.before for write in matter])
+
+    def _put_back_later(self, tensors: list[Tensor], values: list[Tensor]) -> None:
+        if tensors:
+            self._undo.append(partial(_put, tensors, versions_of(tensors), values))
 
     def advance(self, step: int, leaves: list[Any]) -> list[Any]:
         """Run a step without a graph."""
         chain = self._chain
-        self._meet(step)
         before = torch.is_grad_enabled()
         set_grad_enabled(False)
         try:
@@ -122,7 +138,7 @@ class _Bench:
 
     def measure(self, step: int, leaves: list[Any], needs: Needs) -> Measured:
         """Weigh a step, then time it."""
-        self._meet(step)
+        self.meet(step, leaves, needs)
         chain = self._chain
         given = [leaves[place] for place in chain.places]
         meter = meter_of(self._device, given)
@@ -167,8 +183,10 @@ class _Bench:
             gradients(asked, [torch.ones_like(one) for one in asked], list(inputs.values()))
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+def _put(tensors: list[Tensor], versions: list[int], values: list[Tensor]) -> None:
+    overwrite(tensors, values)
+    counted = [place for place, tensor in enumerate(tensors) if not tensor.is_inference()]
+    put_versions([tensors[place] for place in counted], [versions[place] for place in counted])
 
 
 def _bytes_of(tensors: Sequence[Tensor], others: set[int]) -> int:
