@@ -205,7 +205,7 @@ FAULTS = (
         "_engine/frame.py",
         "        replay.tensors[index] = None\n",
         "",
-        "test_groups.py",
+        "test_rules.py",
     ),
     # --- The stop ---
     fault(
@@ -275,8 +275,8 @@ FAULTS = (
     fault(
         "a Function may read what it saved twice",
         "_engine/frame.py",
-        "if not replay.grouped and reads_once(current_node()):",
-        "if not replay.grouped:",
+        "        elif reads_once(current_node()):\n",
+        "        else:\n",
         "test_rules.py::test_rule_4_reading_saved_tensors_twice_is_an_error",
     ),
     fault(
@@ -299,6 +299,70 @@ FAULTS = (
         "        set_current_group(None)\n",
         "",
         "test_groups.py",
+    ),
+    fault(
+        "calls of a group may overlap",
+        "_engine/groups.py",
+        "        if not given.isdisjoint(now):\n",
+        "        if False:\n",
+        "test_groups.py",
+    ),
+    fault(
+        "a group holds what no gradient needs any more",
+        "_engine/groups.py",
+        "        if given >= every:\n",
+        "        if False:\n",
+        "test_groups.py",
+    ),
+    # --- Ranks ---
+    fault(
+        "what torch.distributed keeps is not put back",
+        "_meshes.py",
+        "        if now == self._seen:\n",
+        "        if True:\n",
+        "test_tensor_parallel.py",
+    ),
+    fault(
+        "a graph holds process groups",
+        "_torch.py",
+        "        return None if group is None else weakref.ref(group)\n\n    def put_default_group",
+        "        return None if group is None else (lambda: group)\n\n    def put_default_group",
+        "test_tensor_parallel.py",
+    ),
+    fault(
+        "nothing is gathered ahead of its replay",
+        "_gathering.py",
+        "            before._begin_all(task)\n",
+        "",
+        "test_shard.py",
+    ),
+    fault(
+        "regions are gathered that a pass does not come to",
+        "_gathering.py",
+        " and before._pass != task and will_run(node):\n",
+        " and before._pass != task:\n",
+        "test_shard.py",
+    ),
+    fault(
+        "it is not seen that inputs differ between ranks",
+        "_gathering.py",
+        "        if compares:\n",
+        "        if False:\n",
+        "test_shard.py",
+    ),
+    fault(
+        "an input that several regions take is kept several times",
+        "_gathering.py",
+        "    known = _parts.get(key)\n",
+        "    known = None\n",
+        "test_shard.py",
+    ),
+    fault(
+        "parts are put together in another order of memory",
+        "_gathering.py",
+        "        return permuted.reshape(-1), stride\n",
+        "        return tensor.reshape(-1), stride\n",
+        "test_shard.py",
     ),
     # --- Exceptions ---
     fault(

@@ -526,6 +526,17 @@ def test_the_same_gradient_twice_is_an_overlap_all_the_same():
             torch.autograd.grad(y, (layer.x, layer.second), retain_graph=True)
 
 
+def test_the_same_gradient_beside_a_new_one_is_an_overlap():
+    """Where every node has something to give yet, so that nothing has been let go of."""
+    x, weight = leaf(3, 3), leaf(3, 3, seed=1)
+    y = recollect.checkpoint(lambda x, weight: x @ weight, x, weight).sum()
+    with GraphExecGroup():
+        torch.autograd.grad(y, x, retain_graph=True)
+        with pytest.raises(recollect.CheckpointError, match=OVERLAP):
+            torch.autograd.grad(y, (x, weight), retain_graph=True)
+        torch.autograd.grad(y, weight)
+
+
 def test_a_group_may_allow_overlaps():
     class Lenient(GraphExecGroup):
         may_overlap = True

@@ -349,6 +349,8 @@ def passes(rank):
     def some_passes():
         middle, loss = forward()
         during("upper half", lambda: torch.autograd.grad(loss, middle, retain_graph=True))
+        last = list(model.layers[3].parameters())
+        during("weights of the last", lambda: torch.autograd.grad(loss, last, retain_graph=True))
         during("all", lambda: loss.backward(retain_graph=True))
         during("all again", lambda: loss.backward())
         return [one.grad for one in model.parameters()]
@@ -693,6 +695,7 @@ def test_every_pass_gathers_for_itself(results):
 
 
 def test_a_pass_gathers_nothing_that_it_does_not_come_to(results):
+    assert results.same("passes")["weights of the last"] == [GATHER, "replay 3"]
     upper = results.same("passes")["upper half"]
     assert [event for event in upper if event != GATHER] == ["replay 3", "replay 2"]
     assert upper.count(GATHER) == 2 + 1  # the gradient of what is between is that of a node of the lower half

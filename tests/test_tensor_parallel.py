@@ -1,11 +1,13 @@
 """Regions whose tensors, weights and experts are spread over two ranks: the same gradients, and collectives counted."""
 
 import threading
+import weakref
 
 import pytest
 import torch
 import torch.distributed._functional_collectives as functional
 from torch import distributed, nn
+from torch.distributed import _dist2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -255,15 +257,16 @@ def contexts(rank):
     alone = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp"))
     other = distributed.new_group(list(range(RANKS)))
     constant = torch.arange(4.0)
+    current, of_this_thread = _dist2.current_process_group, _dist2.process_group
     seen = []
 
     def function(x):
         spread = DTensor.from_local(x)  # over the mesh that is entered
-        seen.append((spread.device_mesh.mesh_dim_names, distributed.group.WORLD is other))
+        seen.append((spread.device_mesh.mesh_dim_names, distributed.group.WORLD is other, current() is other))
         return (spread.sin() + constant).exp().to_local()  # the constant counts as replicated
 
     def forward(x):
-        with alone["tp"], mesh, implicit_replication():
+        with alone["tp"], mesh, implicit_replication(), of_this_thread(other):
             before, distributed.group.WORLD = distributed.group.WORLD, other
             try:
                 return recollect.checkpoint(function, x)
@@ -277,7 +280,7 @@ def contexts(rank):
         with alone["dp"]:
             y.sum().backward()
             names = torch.distributed.device_mesh._mesh_resources.get_current_mesh().mesh_dim_names
-            seen.append((names, distributed.group.WORLD is world))
+            seen.append((names, distributed.group.WORLD is world, current() is None))
 
     in_another_thread(backward)
     (expected,) = torch.autograd.grad((x.sin() + constant).exp().sum(), x)
@@ -329,8 +332,11 @@ def a_group_that_is_gone(rank):
     finally:
         distributed.group.WORLD = before
     distributed.destroy_process_group(old)
+    gone = weakref.ref(old)
+    del old
+    is_held = gone() is not None
     y.sum().backward()
-    return {"world": distributed.group.WORLD is before, "has a gradient": x.grad is not None}
+    return {"world": distributed.group.WORLD is before, "has a gradient": x.grad is not None, "is held": is_held}
 
 
 SCENARIOS = [
@@ -451,8 +457,8 @@ def test_exchanges_in_backward_are_two_for_gradients_and_those_of_the_replay(res
 def test_meshes_and_groups_of_the_forward_are_in_force_in_another_thread(results):
     for of_rank in results["contexts"]:
         forward, replay, after = of_rank["seen"]
-        assert forward == replay == (("tp",), True)
-        assert after == (("dp",), True)  # and what was in force there is so again
+        assert forward == replay == (("tp",), True, True)
+        assert after == (("dp",), True, True)  # and what was in force there is so again
         assert of_rank["equal"]
 
 
@@ -464,4 +470,4 @@ def test_what_is_in_force_around_the_backward_alone_is_not_in_the_replay(results
 
 def test_a_group_that_was_destroyed_is_not_put_back(results):
     for of_rank in results["a_group_that_is_gone"]:
-        assert of_rank == {"world": True, "has a gradient": True}
+        assert of_rank == {"world": True, "has a gradient": True, "is held": False}

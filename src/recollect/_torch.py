@@ -1148,17 +1148,30 @@ def _settings_of_groups() -> tuple[Setting, ...]:
     def put_meshes(stack: tuple[Any, ...]) -> None:
         _meshes._mesh_resources.mesh_stack[:] = stack
 
+    # Groups are held weakly: `destroy_process_group` is to be their end, whatever graphs there still are.
     def default_group() -> Any:
-        return _groups._world.default_pg
+        group = _groups._world.default_pg
+        return None if group is None else weakref.ref(group)
 
-    def put_default_group(group: Any) -> None:
-        if group is None or group in _groups._world.pg_map:  # else it was destroyed since
+    def put_default_group(reference: Any) -> None:
+        group = None if reference is None else reference()
+        if reference is None or group in _groups._world.pg_map:  # else it was destroyed since
             _groups._update_default_pg(group)
 
     settings: list[Setting] = [(default_group, put_default_group), (meshes, put_meshes)]
-    named = torch._C._distributed_c10d
+    named: Any = torch._C._distributed_c10d
     if hasattr(named, "_current_process_group"):  # of this thread: torch.distributed._dist2
-        settings.append((named._current_process_group, named._set_process_group))
+
+        def current_group_of_ranks() -> Any:
+            group = named._current_process_group()
+            return None if group is None else weakref.ref(group)
+
+        def put_current_group(reference: Any) -> None:
+            group = None if reference is None else reference()
+            if reference is None or group is not None:
+                named._set_process_group(group)
+
+        settings.append((current_group_of_ranks, put_current_group))
     return tuple(settings)
 
 
@@ -1168,13 +1181,13 @@ def _settings_of_dtensors() -> tuple[Setting, ...]:
         importlib.import_module(f"torch.distributed.tensor.{name}") for name in ("_redistribute", "_utils")
     )
     dispatcher = importlib.import_module("torch.distributed.tensor").DTensor._op_dispatcher
-    handlers: dict[Any, Any] = dispatcher._custom_op_handlers  # `loss_parallel` adds to them
+    handlers: dict[Any, Any] = getattr(dispatcher, "_custom_op_handlers", {})  # `loss_parallel` adds to them
 
     def put_handlers(those: dict[Any, Any]) -> None:
         handlers.clear()
         handlers.update(those)
 
-    # Plain tensors count as replicated ones: of the thread in 2.13, of the process before.
+    # Whether plain tensors count as replicated ones: of the thread in 2.13, of the process before.
     settings = [(handlers.copy, put_handlers), _attribute(dispatcher, "_allow_implicit_replication")]
     settings += [
         _attribute(redistribute, name)
