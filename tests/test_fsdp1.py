@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import warnings
 
 import pytest
@@ -200,7 +201,7 @@ def test_a_nesting_that_gathers_twice_is_told_with_its_fix(ranks):
 def test_a_step_before_backward_is_found_where_it_matters(ranks):
     for (how, strategy, original), outcome in result(ranks, "steps_in_between").items():
         if not original:  # the views that modules have as weights do not outlive it
-            assert outcome.startswith("RuntimeError: Output 0 of T is a view"), how
+            assert re.match("RuntimeError: Output 0 of T.* is a view", outcome), how
         elif strategy == "held":
             assert outcome is True, how
         elif how == "plain":

@@ -311,8 +311,12 @@ class _Trial:
         """The fastest plan whose step was seen to stay within `limit` bytes, which are those of the budget or less."""
         found = [plan for problem in self.problems if (plan := self._held(problem, budget, limit)) is not None]
         if not found:
-            smallest, where = min(map(self._smallest, self.problems))
-            raise BudgetError(budget, smallest + budget - limit, where, is_measured=bool(self._seen))
+            tried = [self._smallest(problem, budget) for problem in self.problems]
+            smallest, where, _ = min(tried, key=lambda one: one[0])
+            # Where predictions are off by more than the choices are apart, the least may fit all the same.
+            found = [plan for peak, _, plan in tried if plan is not None and peak <= limit]
+            if not found:
+                raise BudgetError(budget, smallest + budget - limit, where, is_measured=bool(self._seen))
         return min(found, key=lambda plan: (plan.measured or plan.predicted).seconds)
 
     def _held(self, problem: Problem, budget: int, limit: int) -> Plan | None:
@@ -348,15 +352,17 @@ class _Trial:
         self._tell("running the plan", _ATTEMPTS, _ATTEMPTS)
         return best
 
-    def _smallest(self, problem: Problem) -> tuple[int, str]:
-        """The least bytes that a step needs, measured where it can be, and what sets it."""
+    def _smallest(self, problem: Problem, budget: int) -> tuple[int, str, Plan | None]:
+        """The least bytes that a step needs, measured where it can be, what sets it, and the plan if it was run now."""
         solution = same(_solver.smallest(problem))
         where = _problem.peak(problem, solution.chosen)[1]
+        plan = None
         if solution.chosen not in self._seen and not self._profile.is_estimated:
             ran = self.run(solution)
             if ran is not None:
                 self._seen[solution.chosen] = ran.step.peak
-        return self._seen.get(solution.chosen, solution.peak), where
+                plan = self.as_plan(solution, budget, ran)
+        return self._seen.get(solution.chosen, solution.peak), where, plan
 
     def plan_for_time(self, seconds: float) -> Plan:
         """The plan of the least memory whose step was seen to take no longer, or nearly so."""
