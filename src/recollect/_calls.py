@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.jit import ScriptModule
 from torch.nn import Module, Sequential
 
 from recollect import _errors
@@ -92,7 +93,10 @@ def signature_of(arguments: Arguments) -> tuple[Any, ...]:
 def hooks_on(
     modules: Iterable[Module], before: Callable[[Module, Arguments], None], after: Callable[[Module, Any], None]
 ) -> Iterator[None]:
-    """Have functions called before and after every call of the modules, which is not one of a replay."""
+    """Have functions called before and after every call of the modules, which is not one of a replay.
+
+    Scripted modules take no hooks: what they do counts as that of the module around them.
+    """
 
     def pre(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_recomputing():
@@ -104,6 +108,8 @@ def hooks_on(
 
     with contextlib.ExitStack() as stack:
         for module in {id(module): module for module in modules}.values():
+            if isinstance(module, ScriptModule):
+                continue
             stack.callback(module.register_forward_pre_hook(pre, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(post, always_call=True).remove)
         yield
@@ -145,40 +151,63 @@ def watch_calls(model: Module, outside: Iterable[Tensor], forward: Callable[[], 
             call.saved[one] = size
             call.shapes.append((tensor.shape, tensor.dtype))
 
-    with hooks_on(model.modules(), before, after), saved_tensors_hooks(pack, _unpack):
+    with hooks_on(model.modules(), before, after), _only_looking(pack):
         forward()
     return root, there
 
 
-def _unpack(_: Any) -> Tensor:
-    raise ValueError(
-        "a backward goes through a forward that was only looked at. A step returns the loss and calls no backward "
-        "itself (for accumulated gradients, plan for one of the batches); a block must not get a graph through an "
-        "object that is no list, tuple, dict or dataclass, such as a cache of keys and values (use_cache=False)"
-    )
+@contextlib.contextmanager
+def _only_looking(pack: Callable[[Tensor], Any]) -> Iterator[None]:
+    """Have nothing saved, so that no backward can go through what is computed."""
+    is_over = False
+
+    def unpack(_: Any) -> Tensor:
+        if is_over:  # a block that is run by itself
+            raise ValueError(
+                "results of others reach it in an object that is no list, tuple, dict or dataclass, such as a cache: "
+                "set use_cache=False"
+            )
+        raise ValueError(
+            "the step calls a backward: step returns the loss, and what measures it calls backward. For accumulated "
+            "gradients, plan for one of the batches"
+        )
+
+    with saved_tensors_hooks(pack, unpack):
+        try:
+            yield
+        finally:
+            is_over = True
 
 
 def find_blocks(root: Call) -> list[Call]:
-    """The calls that a plan decides about, in the order of the forward."""
+    """The calls that a plan decides about, in the order of the forward.
+
+    A decision about a module holds wherever it is called. So one that is taken apart in a large call is taken apart in
+    its small ones too, and one that is a part of another block is none itself.
+    """
     total = root.bytes()
     found: list[Call] = []
+    apart: set[int] = set()
 
     def take(call: Call) -> None:
         size = call.bytes()
         if size <= _SMALL * total:
             return
         parts = [part for part in call.parts if part.bytes() > 0]
-        is_large = size > _LARGE * total or isinstance(call.module, Sequential)
+        is_large = size > _LARGE * total or isinstance(call.module, Sequential) or id(call.module) in apart
         is_covered = sum(part.bytes() for part in parts) >= _COVERED * size
         can_be_decided = call.parent is not None and why_not(call.module, may_be_lazy=False) is None
         if parts and (not can_be_decided or (is_large and is_covered)):
+            apart.add(id(call.module))
             for part in parts:
                 take(part)
         elif can_be_decided:
             found.append(call)
 
     take(root)
-    # A decision about a module holds wherever it is called: not for one that is also a part of another block.
+    if any(id(block.module) in apart for block in found):
+        found.clear()
+        take(root)
     inside = {id(part.module) for block in found for part in _within(block)}
     return [block for block in found if id(block.module) not in inside]
 
@@ -242,14 +271,14 @@ def take_samples(
         if number in wanted:
             samples[number] = _sample(module, arguments, lives_on[number])
 
-    with (
-        hooks_on((block.module for block in blocks), before, lambda module, result: None),
-        saved_tensors_hooks(lambda tensor: None, _unpack),
-    ):
+    with hooks_on((block.module for block in blocks), before, _nothing), _only_looking(_nothing):
         forward()
     for number in waiting.values():
         raise _errors.step_changes(blocks[number].name)
     return samples
+
+
+def _nothing(*_: Any) -> None: ...
 
 
 def _sample(module: Module, arguments: Arguments, lives_on: Sequence[bool]) -> Sample:

@@ -4,56 +4,28 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
+import models
 import recollect
 from recollect._bench import Bench
 from recollect._meters import link_of
 from recollect._problem import peak
-from recollect.profile import decided, measure
+from recollect._tried import decided
+from recollect.profile import measure
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MIB = 2**20
 
 
-class Layer(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
-
-
-class Gpt(nn.Module):
-    def __init__(self, layers=8, width=512, words=1024):
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.layers = nn.ModuleList(Layer(width, 8) for _ in range(layers))
-        self.head = nn.Linear(width, words)
-
-    def forward(self, text):
-        x = self.words(text)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def next_word(model, text):
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        return models.next_word(model, text)
 
 
 @pytest.fixture
 def gpt():
     torch.manual_seed(0)
-    return Gpt().cuda(), torch.randint(1024, (8, 513), device="cuda")
+    return models.Gpt(8, 512, 1024, heads=8).cuda(), torch.randint(1024, (8, 513), device="cuda")
 
 
 def gradients(model, text):
