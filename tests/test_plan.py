@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recollect
-from models import Gpt, Layer, Shared, Stack, Twice, Unet, next_word
+from models import Gpt, Layer, Shared, Twice, Unet, next_word
 from recollect import BudgetError, Offload, Plan, Recompute, Save
 from recollect._bench import Bench
 from recollect._calls import find_blocks, watch_calls
@@ -57,13 +57,6 @@ def shared():
     return Shared(), torch.randn(4, 32, 32), None
 
 
-def one_activation():
-    model, activation = Stack(), nn.GELU()
-    for layer in model.layers:
-        layer.mlp[1] = activation
-    return model, torch.randn(4, 32, 32), None
-
-
 def encoder_and_decoder():
     model = nn.Transformer(32, 2, 2, 2, 128, batch_first=True)
     return model, (torch.randn(4, 24, 32), torch.randn(4, 16, 32)), None
@@ -78,7 +71,6 @@ MODELS = {
     "gpt": gpt,
     "unet": unet,
     "shared": shared,
-    "one activation for all": one_activation,
     "encoder and decoder": encoder_and_decoder,
     "convolutions": convolutions,
 }
@@ -232,7 +224,7 @@ def test_a_budget_holds_and_gradients_are_equal(name):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("wrong", [-0.15, 0.15])
+@pytest.mark.parametrize("wrong", [-0.15, 0.15, 0.6])  # the last says that nothing fits
 def test_predictions_that_are_wrong_are_corrected(monkeypatch, wrong):
     predicted = Profile.problem
 
@@ -252,7 +244,8 @@ def test_predictions_that_are_wrong_are_corrected(monkeypatch, wrong):
     budget = int(plain * 0.75)
     plan = recollect.plan(model, batch, step=step, budget=budget, repeats=1)
     assert plan.measured.peak <= budget
-    assert plan.measured.peak >= budget * 0.75  # what is there is used
+    if wrong < 0.5:
+        assert plan.measured.peak >= budget * 0.75  # what is there is used
 
 
 def test_a_budget_that_takes_nothing_decides_nothing():

@@ -195,6 +195,23 @@ def test_a_replay_that_computes_something_else_is_ruled_out_every_time():
         assert len(plan.notes) == 1
 
 
+@pytest.mark.usefixtures("even_times")
+def test_only_what_fails_is_ruled_out():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.good, self.wider, self.bad = Stack(layers=3), nn.Linear(32, 48), Scales(Scaled, 3, 48)
+
+        def forward(self, x):
+            return self.bad(self.wider(self.good(x)))
+
+    model, batch = Model(), batch_of()
+    plan = recollect.plan(model, batch, budget="65%", repeats=1)
+    assert_good(plan, model, batch)
+    assert "recompute" in {block.choice for block in plan.blocks if block.module == "Layer"}
+    assert {note.partition(":")[0] for note in plan.notes} == {"Scaled"}
+
+
 def test_for_a_time_choices_that_fail_are_ruled_out_too():
     plan = recollect.plan(ChangesInputs(Later), batch_of(), time_budget=10, repeats=1)
     assert plan.measured.peak < plan.plain.peak
@@ -364,6 +381,29 @@ def test_a_step_that_changes_parameters_is_refused_before_it_does(step, words):
         assert state_of(model) == before
 
 
+def test_an_optimizer_that_steps_in_backward_is_refused_before_it_does():
+    model, batch = Stack(), batch_of()
+    optimizers = {one: torch.optim.SGD([one], lr=0.1) for one in model.parameters()}
+
+    def update(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    handles = [one.register_post_accumulate_grad_hook(update) for one in model.parameters()]
+    before = state_of(model)
+    with pytest.raises(ValueError, match=r"parameters: aten.*, at .* in update\. .* take off hooks"):
+        recollect.plan(model, batch, budget="85%", repeats=1)
+    assert state_of(model) == before
+    for handle in handles:
+        handle.remove()
+    assert recollect.plan(model, batch, budget="85%", repeats=1).decisions()
+
+
+def test_what_only_looks_like_a_change_of_the_batch_is_none():
+    step = lambda model, batch: model(batch.detach_().requires_grad_(False)).sum()  # noqa: E731
+    assert measure(Bench(Stack(layers=2), batch_of(), step, None), repeats=1).is_plain
+
+
 @pytest.mark.parametrize("unseen", [False, True])
 def test_parameters_that_change_later_are_found(unseen):
     model, batch = Stack(), batch_of()
@@ -372,11 +412,11 @@ def test_parameters_that_change_later_are_found(unseen):
 
     def changes_in_the_end(model, batch):
         calls.append(1)
-        if len(calls) == 3 and unseen:
+        if len(calls) == 5 and unseen:
             for parameter in model.layers[2].parameters():
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
-        elif len(calls) == 3:
+        elif len(calls) == 5:
             with torch.no_grad():
                 model.layers[2].norm1.weight.add_(1)
         return model(batch).sum()

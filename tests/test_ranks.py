@@ -10,8 +10,27 @@ import torch.multiprocessing as mp
 from torch import distributed, nn
 
 import recollect
+from models import Layer, Stack
 
 RANKS = 2
+
+
+class Later(Layer):
+    def forward(self, x):
+        return super().forward(x + 1)
+
+
+class Odd(Stack):
+    """On one of the ranks a layer's input changes after its forward, so that it cannot be recomputed there."""
+
+    rank = 0
+
+    def forward(self, x):
+        x = x * 1
+        for layer in self.layers:
+            y = layer(x)
+            x = x.add_(y) if Odd.rank else x + y
+        return x
 
 
 def plan_on(rank, port, folder):
@@ -28,9 +47,11 @@ def plan_on(rank, port, folder):
         with plan.apply(model):
             for _ in range(2):
                 replicas(batch).sum().backward()
+        Odd.rank = rank
+        odd = recollect.plan(Odd(Later), torch.randn(4, 32, 32), budget="90%", repeats=1)
         grads = [one.grad.sum().item() for one in model.parameters()]
         with open(os.path.join(folder, f"{rank}.json"), "w") as file:
-            json.dump({"plan": plan.to_dict(), "grads": grads}, file)
+            json.dump({"plan": plan.to_dict(), "odd": odd.to_dict(), "grads": grads}, file)
     finally:
         distributed.destroy_process_group()
 
@@ -61,3 +82,12 @@ def test_it_holds_on_the_rank_that_needs_most(plans):
 
 def test_gradients_are_reduced(plans):
     assert plans[0]["grads"] == plans[1]["grads"]
+
+
+def test_what_fails_on_one_rank_is_ruled_out_on_all(plans):
+    first, second = (one["odd"] for one in plans)
+    for one in (first, second):
+        assert one["measured"]["peak"] <= one["budget"]
+        assert not any(block["name"] in block["decisions"] for block in one["blocks"])
+    assert [block["decisions"] for block in first["blocks"]] == [block["decisions"] for block in second["blocks"]]
+    assert first["notes"] == second["notes"]

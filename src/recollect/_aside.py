@@ -60,28 +60,32 @@ class Aside:
         self._containers: list[tuple[Any, Any]] = []
         self._scripted: list[tuple[ScriptModule, bool]] = []
         self._tensors: dict[int, Tensor] = {}
-        seen: set[int] = set()
+        held: list[Any] = []
         for module in modules:
             if isinstance(module, ScriptModule):  # its attributes are not Python's
                 self._scripted.append((module, module.training))
-                self._look_into(tuple(dict(own_tensors(module)[1]).values()), seen)
+                held += dict(own_tensors(module)[1]).values()
             else:
-                self._look_into(vars(module), seen)
+                held.append(vars(module))
+        self._look_into(held)
         self._values = list(map(Values, self._tensors.values()))
 
-    def _look_into(self, value: Any, seen: set[int]) -> None:
-        if isinstance(value, Tensor):
-            if not isinstance(value, Parameter):
-                self._tensors[id(value)] = value
-            return
-        is_container = type(value) in _CONTAINERS
-        if not (is_container or isinstance(value, tuple)) or id(value) in seen:
-            return
-        seen.add(id(value))
-        if is_container:
-            self._containers.append((value, copy.copy(value)))
-        for part in value.values() if isinstance(value, dict) else value:
-            self._look_into(part, seen)
+    def _look_into(self, held: list[Any]) -> None:
+        """Note the containers and tensors in a list, which is used up."""
+        seen: set[int] = set()
+        while held:
+            value = held.pop()
+            if isinstance(value, Tensor):
+                if not isinstance(value, Parameter):
+                    self._tensors[id(value)] = value
+                continue
+            is_container = type(value) in _CONTAINERS
+            if not (is_container or isinstance(value, tuple)) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if is_container:
+                self._containers.append((value, copy.copy(value)))
+            held += value.values() if isinstance(value, dict) else value
 
     def leaves(self) -> list[Tensor]:
         """The tensors besides parameters that a backward gives gradients to."""

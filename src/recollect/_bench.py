@@ -119,6 +119,11 @@ class Bench:
         with self._writes.watching():
             return self.forward()
 
+    def watched_train(self) -> None:
+        """A step; likewise."""
+        with self._writes.watching():
+            self.train()
+
     def train(self) -> None:
         """A step."""
         self.forward().backward()

@@ -61,12 +61,11 @@ class Kind:
         """The option that recomputes all of it; if there is none that works, the one that keeps it."""
         return next((number for number, one in enumerate(self.options) if one.name == RECOMPUTE and one.works), KEEP)
 
-    def ruling_out(self, failures: Sequence[Failure], *, note: bool) -> Kind:
-        """The same, where some ways do not work; `note` if that is to be told of this kind."""
+    def ruling_out(self, failures: Sequence[Failure]) -> Kind:
+        """The same, where some ways do not work."""
         ways = {one.way for one in failures}
         options = [dataclasses.replace(one, works=one.works and one.name not in ways) for one in self.options]
-        told = (*self.failures, *failures) if note else self.failures
-        return dataclasses.replace(self, options=tuple(options), failures=told)
+        return dataclasses.replace(self, options=tuple(options), failures=(*self.failures, *failures))
 
     def without_recomputing(self) -> Kind:
         """The same with the options alone that compute nothing again."""

@@ -1,8 +1,8 @@
 """Sees to it that a step changes neither the model's parameters nor its batch: measuring runs it over and over.
 
-The first forward is watched operator by operator, and an operator that is about to write to one of them is stopped
-before it does, with an error that says what it is. An exception are parameters that a module changes within its own
-call (`max_norm` of an embedding, weights that are kept normalised): those are set aside and put back.
+The first forward and the first backward are watched operator by operator, and an operator that is about to write to one
+of them is stopped before it does, with an error that says what it is. An exception are parameters that a module changes
+within its own call (`max_norm` of an embedding, weights that are kept normalised): those are set aside and put back.
 
 What this is not: later steps are not watched so closely. What they change in parameters is found when all is over, by
 their versions, and is an error too.
@@ -30,6 +30,9 @@ from recollect._torch import (
 )
 from recollect._verify import call_site
 
+# By their schemas these write to a tensor, and leave its values as they are.
+_HARMLESS = frozenset(("aten.detach_", "aten.record_stream", "aten.requires_grad_"))
+
 
 class Writes:
     """Watches what steps write to."""
@@ -43,7 +46,7 @@ class Writes:
         self._aside: dict[str, Values] = {}
 
     def watching(self) -> Watch:
-        """Around a forward: raises before anything is written that must not be."""
+        """Around a step, or a part of it: raises before anything is written that must not be."""
         return Watch(self)
 
     def about_to_write(self, tensor: Tensor, operator: Any) -> None:
@@ -87,7 +90,11 @@ class Watch(OperatorMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Collectives may write to any of their arguments, and do not say to which.
-        if changes_arguments(func) and getattr(func, "namespace", "") != "c10d":
+        if (
+            changes_arguments(func)
+            and getattr(func, "namespace", "") != "c10d"
+            and operator_name(func) not in _HARMLESS
+        ):
             for position, name in written_arguments(func):
                 value = args[position] if position < len(args) else kwargs.get(name)
                 for tensor in find_tensors((value,), {})[0]:
@@ -116,7 +123,8 @@ def _parameter_changes(name: str, parameter: Tensor, operator: Any) -> ValueErro
     return ValueError(
         f"the step changes the model's parameters: {operator_name(operator)} is about to write to {name} "
         f"({_errors.describe_tensor(parameter)}){_where()}. step returns the loss and does no more: leave optimizers, "
-        "weight decay and averages of weights to the loop around it. The model is as it was"
+        "weight decay and averages of weights to the loop around it, and take off hooks that do such things in "
+        "backward for as long as the plan is made. The model is as it was"
     )
 
 

@@ -50,17 +50,18 @@ def plan(
     """Decide for a model so that a training step fits into a budget and takes as little time as possible.
 
     A step is measured, and run again under the plan until it is seen to fit. The model is left as it was: parameters,
-    gradients, buffers, random generators and hooks.
+    gradients, buffers, what modules remember, random generators and hooks.
 
     Args:
         model: Any module. On the meta device nothing is run: bytes are counted, times are those of a GPU on paper.
-        batch: What `step` gets.
+        batch: What `step` gets: the same tensors every time, in lists and dicts of its own.
         budget: The bytes that may be alive at the peak of the step, all told: a number, "40GiB", "60%" (of the peak of
             the plain step), or "device" (what is free there, less a margin).
         time_budget: Or how long the step may take, as a multiple of the plain step: 1.1 asks for the least memory
             within 10% more time.
         step: A function `(model, batch) -> loss`. By default the model is called on the batch (a dict gives keywords,
-            a tuple or list positions), and the loss is the `loss` of what it gives, or the sum of it.
+            a tuple or list positions), and the loss is the `loss` of what it gives, or the sum of it. It calls no
+            backward, and changes neither parameters nor the batch.
         reserve: Bytes of the budget to set aside for what is not there yet when the plan is made, such as the state
             of an optimizer before its first step.
         allow: What may be decided besides keeping: "recompute", "offload" or both. Offloading is considered where
@@ -76,6 +77,7 @@ def plan(
 
     Raises:
         BudgetError: If no plan fits; it says the smallest budget that would, and what sets it.
+        ValueError: If the step does something else than to compute a loss, or not the same every time.
 
     Example:
         >>> import torch, recollect
@@ -86,9 +88,9 @@ def plan(
         True
         >>> handle = plan.apply(model)
     """
-    _check_goal(budget, time_budget, reserve)
-    _check(model, batch, step, repeats, progress)
     set_aside = bytes_of("reserve", reserve)
+    _check_goal(budget, time_budget, set_aside)
+    _check(model, batch, step, repeats, progress)
     host_bytes = None if host_budget is None else bytes_of("host_budget", host_budget)
     allowed = _allowed(allow)
     bench = Bench(model, batch, step, gpu)
@@ -227,7 +229,7 @@ def _check_count(name: str, value: Any, least: int) -> None:
         raise ValueError(f"{name} must be a number from {least} on, got {_errors.describe_value(value)}")
 
 
-def _check_goal(budget: Any, time_budget: Any, reserve: Any) -> None:
+def _check_goal(budget: Any, time_budget: Any, reserve: int) -> None:
     if (budget is None) == (time_budget is None):
         raise TypeError(
             "plan takes a budget (bytes) or a time_budget (a multiple of the plain step's time), one of them"
@@ -238,7 +240,7 @@ def _check_goal(budget: Any, time_budget: Any, reserve: Any) -> None:
     if isinstance(time_budget, bool) or not (isinstance(time_budget, (int, float)) and time_budget >= 1):
         raise ValueError(f"time_budget must be a number from 1 on, got {_errors.describe_value(time_budget)}")
     if reserve:
-        raise _errors.not_with("reserve", reserve, "time_budget")
+        raise ValueError(f"reserve has no meaning with time_budget, which sets no limit to memory, got {reserve} bytes")
 
 
 def _allowed(allow: Any) -> list[str]:

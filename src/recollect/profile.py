@@ -96,13 +96,8 @@ class Profile:
         return _families(len(self.kinds), self.kind_of, self.tied)
 
     def ruling_out(self, failures: Mapping[int, Sequence[Failure]]) -> Profile:
-        """The same, where ways do not work: by the number of a kind."""
-        families = self.families
-        kinds = list(self.kinds)
-        for kind, found in failures.items():
-            for other in range(len(kinds)):
-                if families[other] == families[kind]:
-                    kinds[other] = kinds[other].ruling_out(found, note=other == kind)
+        """The same, where ways do not work: by the number of a kind. For blocks that are tied that is enough."""
+        kinds = [kind.ruling_out(failures.get(number, ())) for number, kind in enumerate(self.kinds)]
         return dataclasses.replace(self, kinds=tuple(kinds))
 
     def without_recomputing(self) -> Profile:
@@ -236,7 +231,7 @@ def _weigh(
     """A whole step with all blocks kept or, if the device has not enough memory for that, recomputed."""
     modules = [(block.module, block.number) for block in blocks]
     try:
-        bench.train()
+        bench.watched_train()
         marks = bench.weigh(modules)
     except torch.OutOfMemoryError:
         marks = []  # the traceback holds what was computed, until here
@@ -260,7 +255,7 @@ def _weigh(
     profile = _recomputed(bench, profile)
     try:
         with decided(bench.model, profile.decisions(profile.base)):
-            bench.train()
+            bench.watched_train()
             return dataclasses.replace(profile, marks=tuple(bench.weigh(modules)), seconds=bench.seconds(repeats))
     except torch.OutOfMemoryError:
         raise torch.OutOfMemoryError(

@@ -116,3 +116,52 @@ def test_the_link_is_measured():
     out, back = link_of(torch.device("cuda"), "cpu", None)
     assert 1e9 < out < 1e12
     assert 1e9 < back < 1e12
+
+
+def test_gradients_wait_on_the_host_and_come_back_as_the_same_tensors(gpt):
+    model, text = gpt
+    plain = peak_of(model, text)  # leaves gradients behind
+    held = [one.grad for one in model.parameters()]
+    values = [grad.cpu() for grad in held]
+    plan = recollect.plan(model, text, step=next_word, budget="90%", repeats=1, allow=["recompute"])
+    assert plan.plain.peak == pytest.approx(plain, rel=0.03)  # they are not there while a step is weighed
+    for one, grad, value in zip(model.parameters(), held, values, strict=True):
+        assert one.grad is grad
+        assert grad.is_cuda
+        assert torch.equal(grad.cpu(), value)
+
+
+def test_a_choice_that_fails_within_the_step_is_ruled_out():
+    class Later(models.Layer):
+        def forward(self, x):
+            return super().forward(x + 1)
+
+    class ChangesInputs(models.Stack):
+        def forward(self, x):
+            x = x * 1
+            for layer in self.layers:
+                x = x.add_(layer(x))
+            return x
+
+    torch.manual_seed(0)
+    model, batch = ChangesInputs(Later, 4, 256).cuda(), torch.randn(8, 256, 256, device="cuda")
+    plan = recollect.plan(model, batch, budget="75%", repeats=1, allow=["recompute"])
+    assert plan.measured.peak <= plan.budget
+    assert not any(block.name in block.decisions for block in plan.blocks)
+
+
+def test_a_step_that_steps_an_optimizer_is_refused_before_it_does(gpt):
+    model, text = gpt
+    before = [one.detach().cpu() for one in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(model, text):
+        loss = next_word(model, text)
+        for one in model.parameters():
+            one.grad = torch.ones_like(one)
+        optimizer.step()
+        return loss
+
+    with pytest.raises(ValueError, match="the step changes the model's parameters"):
+        recollect.plan(model, text, step=step, budget="80%", repeats=1)
+    assert all(torch.equal(one.detach().cpu(), value) for one, value in zip(model.parameters(), before, strict=True))
