@@ -88,7 +88,7 @@ FAULTS = (
         "_writes.py",
         "        if next(modules_being_called(sys._getframe(1)), None) is None:\n",
         "        if False:\n",
-        "test_plan_steps.py::test_a_step_that_changes_parameters_is_refused_before_it_does",
+        "test_plan_steps.py::test_a_step_that_does_more_than_to_give_a_loss_is_refused_before_it_does",
     ),
     fault(
         "parameters that modules change are not put back",

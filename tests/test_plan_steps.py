@@ -354,10 +354,24 @@ def trains(model, batch):
     return loss
 
 
-def accumulates(model, batch):
-    first, second = batch.chunk(2)
-    model(first).sum().backward()
-    return model(second).sum()
+def goes_backward(model, batch):
+    loss = model(batch).sum()
+    loss.backward()
+    return loss
+
+
+def goes_backward_for_a_part(model, batch):
+    first, second = (model(part).sum() for part in batch.chunk(2))
+    third = model(batch).sum()
+    first.backward()
+    return first + second + third + model(batch).sum()
+
+
+def penalises(model, batch):
+    x = batch.detach().requires_grad_()
+    loss = model(x).sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + grad.square().sum()
 
 
 @pytest.mark.parametrize(
@@ -366,11 +380,13 @@ def accumulates(model, batch):
         (decays, r"step changes the model's parameters: aten\.mul_ .*layers\.0\.norm1\.weight .*in decays\."),
         (decays_afterwards_unseen, r"step changes the model's parameters.* in decays_afterwards_unseen\."),
         (optimizes, r"step changes the model's parameters: aten\._fused_adamw_.*The model is as it was"),
-        (trains, "the step calls a backward"),
-        (accumulates, "the step calls a backward.* plan for one of the batches"),
+        (trains, r"step changes the model's parameters.* in trains\."),
+        (goes_backward, "goes backward through all .* leave it to the measurement"),
+        (goes_backward_for_a_part, "step has called backward on the loss that it returns, or on a part of it"),
+        (penalises, "for a penalty on gradients there is no plan"),
     ],
 )
-def test_a_step_that_changes_parameters_is_refused_before_it_does(step, words):
+def test_a_step_that_does_more_than_to_give_a_loss_is_refused_before_it_does(step, words):
     model, batch = Stack(), batch_of()
     for number, parameter in enumerate(model.parameters()):
         parameter.grad = torch.full_like(parameter, number) if number % 2 else None
@@ -379,6 +395,26 @@ def test_a_step_that_changes_parameters_is_refused_before_it_does(step, words):
         with pytest.raises(ValueError, match=words):
             make(model, batch, step=step, repeats=1)
         assert state_of(model) == before
+
+
+def accumulates(model, batch):
+    *others, last = batch.split(2)
+    for part in others:
+        model(part).sum().backward()
+    return model(last).sum()
+
+
+@pytest.mark.parametrize("budget", ["100%", "70%"])
+def test_a_step_that_accumulates_gradients(budget):
+    model, batch = Stack(), batch_of(6, 32, 32)
+    before = state_of(model)
+    plan = recollect.plan(model, batch, step=accumulates, budget=budget, repeats=1)
+    assert state_of(model) == before
+    assert bool(plan.decisions()) == (budget == "70%")
+    assert plan.predicted.peak == pytest.approx(plan.measured.peak, rel=0.06)
+    # More than for a part alone, which finds no gradients there.
+    assert plan.plain.peak > recollect.plan(model, batch[:2], budget="100%", repeats=1).plain.peak * 1.1
+    assert_good(plan, model, batch, accumulates)
 
 
 def test_an_optimizer_that_steps_in_backward_is_refused_before_it_does():

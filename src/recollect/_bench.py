@@ -122,7 +122,16 @@ class Bench:
     def watched_train(self) -> None:
         """A step; likewise."""
         with self._writes.watching():
-            self.train()
+            loss = self.forward()
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                if "a second time" not in str(error):
+                    raise
+                raise ValueError(
+                    "step has called backward on the loss that it returns, or on a part of it: leave that backward to "
+                    "the measurement"
+                ) from error
 
     def train(self) -> None:
         """A step."""

@@ -107,7 +107,9 @@ class Trial:
 
     def plain(self) -> Step:
         """A step without decisions: measured, or predicted if it does not fit."""
-        keep = [KEEP] * len(self._profile.blocks)
+        keep, profile = [KEEP] * len(self._profile.blocks), self._profile
+        if profile.is_plain:
+            return Step(max(mark.peak for mark in profile.marks), profile.seconds)
         return self._predicted(keep, _problem.peak(self.problem(), keep)[0])
 
     def _predicted(self, chosen: Sequence[int], peak: int, stalls: float = 0.0) -> Step:

@@ -60,8 +60,9 @@ def plan(
         time_budget: Or how long the step may take, as a multiple of the plain step: 1.1 asks for the least memory
             within 10% more time.
         step: A function `(model, batch) -> loss`. By default the model is called on the batch (a dict gives keywords,
-            a tuple or list positions), and the loss is the `loss` of what it gives, or the sum of it. It calls no
-            backward, and changes neither parameters nor the batch.
+            a tuple or list positions), and the loss is the `loss` of what it gives, or the sum of it. It changes
+            neither parameters nor the batch, and leaves the backward of that loss to others; where it accumulates
+            gradients, it has gone backward for all but the last part of the batch.
         reserve: Bytes of the budget to set aside for what is not there yet when the plan is made, such as the state
             of an optimizer before its first step.
         allow: What may be decided besides keeping: "recompute", "offload" or both. Offloading is considered where

@@ -27,8 +27,8 @@ import torch
 
 from recollect import _errors
 from recollect._alone import measure_kind
-from recollect._bench import BACKWARD, FORWARD, Bench, Mark
-from recollect._calls import Call, find_blocks, take_samples, watch_calls
+from recollect._bench import BACKWARD, FORWARD, START, Bench, Mark
+from recollect._calls import BackwardInsideError, Call, find_blocks, take_samples, watch_calls
 from recollect._failures import IN_PLACE, Failure
 from recollect._meters import link_of
 from recollect._options import KEEP, RECOMPUTE, Kind, Option
@@ -58,6 +58,8 @@ class Profile:
         device: Where.
         is_estimated: Whether nothing was run, and times are those of a GPU on paper.
         link: Bytes per second to where blocks can be offloaded, and back; None if they cannot.
+        accumulates: Whether the step has gone backward before the first of the blocks. What is decided holds there too,
+            and so the worst moment there says nothing about other decisions.
     """
 
     blocks: tuple[str, ...]
@@ -72,6 +74,7 @@ class Profile:
     device: str
     is_estimated: bool
     link: tuple[float, float] | None = None
+    accumulates: bool = False
 
     def option(self, block: int, choice: int) -> Option:
         """A way to treat a block."""
@@ -123,7 +126,8 @@ class Profile:
             elif mark.what == BACKWARD and number is not None:
                 backward[number] = mark.peak - held[number] - chosen[number].backward
             else:
-                moments.append(Moment(mark.peak - held[through], through, self._words(mark)))
+                peak = self.marks[1].now if mark.what == START and self.accumulates else mark.peak
+                moments.append(Moment(peak - held[through], through, self._words(mark)))
         return Problem(
             tuple(
                 Block(
@@ -171,8 +175,19 @@ def measure(
     tell = progress or (lambda what, done, of: None)
     with bench.leaving_nothing():
         tell("looking at the model", 0, 1)
-        root, there = watch_calls(bench.model, bench.outside, bench.watched_forward)
+        keeps = False
+        try:
+            root, there = watch_calls(bench.model, bench.outside, bench.watched_forward)
+        except BackwardInsideError:  # accumulated gradients, or a penalty for them
+            keeps = True
+            root, there = watch_calls(bench.model, bench.outside, bench.watched_forward, keeps=True)
         blocks = find_blocks(root)
+        if keeps and not blocks:
+            raise ValueError(
+                "step goes backward through all that the model has computed before it returns the loss. If that is the "
+                "backward of the loss itself, leave it to the measurement; for a penalty on gradients there is no "
+                "plan: make one for the loss without it"
+            )
         if not blocks:
             raise _errors.nothing_to_decide(type(bench.model).__name__)
         shared = _shared_parts(blocks)
@@ -183,7 +198,7 @@ def measure(
             alike.setdefault((block.kind(), lives_on[number], shared[number]), []).append(number)
         kinds: list[Kind] = []
         settled: dict[int, tuple[Option, ...]] = {}  # by module
-        samples = take_samples(bench.forward, blocks, lives_on, {numbers[0] for numbers in alike.values()})
+        samples = take_samples(bench.forward, blocks, lives_on, {numbers[0] for numbers in alike.values()}, keeps=keeps)
         for done, numbers in enumerate(alike.values()):
             first = numbers[0]
             tell(f"measuring {blocks[first].name or 'the model'} ({len(numbers)} alike)", done, len(alike))
@@ -204,7 +219,7 @@ def measure(
         kind_of = tuple(numbered[number] for number in range(len(blocks)))
         tied = tuple(tuple(numbers) for numbers in calls.values() if len(numbers) > 1)
         tell("weighing a step", 0, 1)
-        profile = _weigh(bench, blocks, kind_of, kinds, tied, repeats)
+        profile = dataclasses.replace(_weigh(bench, blocks, kind_of, kinds, tied, repeats), accumulates=keeps)
         tell("weighing a step", 1, 1)
     if offload is not None:
         tell("measuring the link", 0, 1)
