@@ -140,6 +140,22 @@ def test_blocks_are_the_layers_of_a_model():
     assert blocks_of(*MODELS["encoder and decoder"]()) == layers
 
 
+def test_a_chain_of_blocks_is_taken_apart_and_one_of_single_operations_is_a_block():
+    def layer(width):
+        return nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 8, 3, padding=1))
+
+    class Dense(nn.ModuleList):
+        def forward(self, x):
+            for one in self:
+                x = torch.cat([x, one(x)], 1)
+            return x
+
+    dense = nn.Sequential(Dense(layer(8 * number) for number in range(1, 6)))
+    assert blocks_of(dense, torch.randn(2, 8, 16, 16), None) == [f"0.{number}" for number in range(5)]
+    chain = nn.Sequential(*(nn.Sequential(*(layer(8) for _ in range(2))) for _ in range(3)))
+    assert blocks_of(chain, torch.randn(2, 8, 16, 16), None) == [f"{n}.{m}" for n in range(3) for m in range(2)]
+
+
 def test_a_module_that_is_taken_apart_in_a_large_call_is_taken_apart_in_small_ones_too():
     def step(model, x):
         return sum(model(x[:, :length]).sum() for length in (32, 8, 32))

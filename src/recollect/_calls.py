@@ -221,7 +221,9 @@ def find_blocks(root: Call) -> list[Call]:
         if size <= _SMALL * total:
             return
         parts = [part for part in call.parts if part.bytes() > 0 and not part.is_over]
-        is_large = size > _LARGE * total or isinstance(call.module, Sequential) or id(call.module) in apart
+        # A chain of blocks; one of single operations is better taken as a whole.
+        is_chain = isinstance(call.module, Sequential) and any(part.parts for part in parts)
+        is_large = size > _LARGE * total or is_chain or id(call.module) in apart
         is_covered = sum(part.bytes() for part in parts) >= _COVERED * size
         can_be_decided = call.parent is not None and why_not(call.module, may_be_lazy=False) is None
         if parts and (not can_be_decided or (is_large and is_covered)):
