@@ -12,14 +12,25 @@ import torch.nn.functional as F
 from torch import nn
 
 import recollect
+from models import Gpt, Layer, Shared, Twice, Unet, next_word
 from recollect import BudgetError, Offload, Plan, Recompute, Save
 from recollect._bench import Bench
 from recollect._calls import find_blocks, watch_calls
 from recollect._meters import GPUS, StorageMeter, gpu_of, operator_seconds
+from recollect._plan_data import decode, encode
 from recollect._problem import peak
-from recollect.plan import _decode, _encode
-from recollect.profile import Profile, decided, measure
+from recollect._tried import decided
+from recollect.profile import Profile, measure
 from tools import CountOperators, ambient_state
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_garbage():
+    """Measuring collects garbage all the time, which takes long with all that torch brings along."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -32,80 +43,6 @@ def one_thread():
 
 
 # --- Models ---
-
-
-class Layer(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attn = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
-
-    def forward(self, x):
-        y = self.norm1(x)
-        x = x + self.attn(y, y, y, need_weights=False)[0]
-        return x + self.mlp(self.norm2(x))
-
-
-class Gpt(nn.Module):
-    def __init__(self, layers=4, width=32, words=64):
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
-        self.head = nn.Linear(width, words)
-
-    def forward(self, text):
-        x = self.words(text)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def next_word(model, text):
-    return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
-
-
-class Twice(nn.Module):
-    def __init__(self, wide, width):
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(wide, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1)
-        self.norm1, self.norm2 = nn.BatchNorm2d(width), nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
-
-    def forward(self, x):
-        return self.relu(self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x))))))
-
-
-class Unet(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.down = nn.ModuleList([Twice(3, width), Twice(width, 2 * width)])
-        self.middle = Twice(2 * width, 4 * width)
-        self.up = nn.ModuleList([Twice(6 * width, 2 * width), Twice(3 * width, width)])
-
-    def forward(self, x):
-        skips = []
-        for down in self.down:
-            x = down(x)
-            skips.append(x)
-            x = F.max_pool2d(x, 2)
-        x = self.middle(x)
-        for up in self.up:
-            x = up(torch.cat([F.interpolate(x, scale_factor=2), skips.pop()], 1))
-        return x
-
-
-class Shared(nn.Module):
-    """One layer, called several times."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = Layer(32)
-
-    def forward(self, x):
-        for _ in range(4):
-            x = self.layer(x)
-        return x
 
 
 def gpt():
@@ -187,20 +124,43 @@ def test_on_paper_products_take_their_arithmetic_and_others_their_bytes():
     assert "H200" in GPUS
 
 
-def blocks_of(name):
-    model, batch, step = MODELS[name]()
+def blocks_of(model, batch, step):
     bench = Bench(model, batch, step, None)
     root, _ = watch_calls(model, bench.outside, bench.forward)
     return [block.name for block in find_blocks(root)]
 
 
 def test_blocks_are_the_layers_of_a_model():
-    assert blocks_of("gpt") == [f"layers.{number}" for number in range(4)]
-    assert blocks_of("unet") == ["down.0", "down.1", "middle", "up.0", "up.1"]
-    assert blocks_of("shared") == ["layer"] * 4
-    assert blocks_of("convolutions") == [f"{stage}.{number}" for stage in range(2) for number in range(3)]
+    assert blocks_of(*MODELS["gpt"]()) == [f"layers.{number}" for number in range(4)]
+    assert blocks_of(*MODELS["unet"]()) == ["down.0", "down.1", "middle", "up.0", "up.1"]
+    assert blocks_of(*MODELS["shared"]()) == ["layer"] * 4
+    assert blocks_of(*MODELS["convolutions"]()) == [f"{stage}.{number}" for stage in range(2) for number in range(3)]
+
     layers = [f"{side}.layers.{number}" for side in ("encoder", "decoder") for number in range(2)]
-    assert blocks_of("encoder and decoder") == layers
+    assert blocks_of(*MODELS["encoder and decoder"]()) == layers
+
+
+def test_a_chain_of_blocks_is_taken_apart_and_one_of_single_operations_is_a_block():
+    def layer(width):
+        return nn.Sequential(nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, 8, 3, padding=1))
+
+    class Dense(nn.ModuleList):
+        def forward(self, x):
+            for one in self:
+                x = torch.cat([x, one(x)], 1)
+            return x
+
+    dense = nn.Sequential(Dense(layer(8 * number) for number in range(1, 6)))
+    assert blocks_of(dense, torch.randn(2, 8, 16, 16), None) == [f"0.{number}" for number in range(5)]
+    chain = nn.Sequential(*(nn.Sequential(*(layer(8) for _ in range(2))) for _ in range(3)))
+    assert blocks_of(chain, torch.randn(2, 8, 16, 16), None) == [f"{n}.{m}" for n in range(3) for m in range(2)]
+
+
+def test_a_module_that_is_taken_apart_in_a_large_call_is_taken_apart_in_small_ones_too():
+    def step(model, x):
+        return sum(model(x[:, :length]).sum() for length in (32, 8, 32))
+
+    assert blocks_of(Layer(32), torch.randn(4, 32, 32), step) == ["mlp"] * 3
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -280,7 +240,7 @@ def test_a_budget_holds_and_gradients_are_equal(name):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("wrong", [-0.15, 0.15])
+@pytest.mark.parametrize("wrong", [-0.15, 0.15, 0.6])  # the last says that nothing fits
 def test_predictions_that_are_wrong_are_corrected(monkeypatch, wrong):
     predicted = Profile.problem
 
@@ -300,7 +260,8 @@ def test_predictions_that_are_wrong_are_corrected(monkeypatch, wrong):
     budget = int(plain * 0.75)
     plan = recollect.plan(model, batch, step=step, budget=budget, repeats=1)
     assert plan.measured.peak <= budget
-    assert plan.measured.peak >= budget * 0.75  # what is there is used
+    if wrong < 0.5:
+        assert plan.measured.peak >= budget * 0.75  # what is there is used
 
 
 def test_a_budget_that_takes_nothing_decides_nothing():
@@ -461,13 +422,13 @@ def test_a_plan_survives_a_file(tmp_path):
 def test_decisions_as_data():
     policy = recollect.save_ops(torch.ops.aten.mm.default, calls=[0, 2])
     for decision in (Save(), Recompute(), Recompute(policy=policy), Offload(min_bytes=5), Recompute(inputs=Offload())):
-        again = _decode(json.loads(json.dumps(_encode(decision))))
+        again = decode(json.loads(json.dumps(encode(decision))))
         assert type(again) is type(decision)
-        assert _encode(again) == _encode(decision)
+        assert encode(again) == encode(decision)
     with pytest.raises(TypeError, match="call by call"):
-        _encode(Recompute(policy=recollect.policies.save_matmuls))
+        encode(Recompute(policy=recollect.policies.save_matmuls))
     with pytest.raises(ValueError, match="decision must be one of"):
-        _decode({"decision": "forget"})
+        decode({"decision": "forget"})
 
 
 def test_a_plan_of_another_model_is_refused(tmp_path):
@@ -476,7 +437,7 @@ def test_a_plan_of_another_model_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"made for another model.*\n.*layers\.4"):
         plan.apply(other)
     wider = Gpt(width=64)
-    with pytest.raises(ValueError, match=r"of shape \[64, 64\] instead of \[64, 32\]"):
+    with pytest.raises(ValueError, match=r"of shape \[192, 64\] instead of \[96, 32\]"):
         plan.apply(wider)
     for model in (other, wider):
         assert not any("recollect" in key for one in model.modules() for key in vars(one))
@@ -592,7 +553,7 @@ def storages():
     return sum(one.untyped_storage().nbytes() for one in gc.get_objects() if type(one) is torch.Tensor)
 
 
-@pytest.mark.parametrize("activation", [nn.Sigmoid, nn.ReLU, nn.GELU])
+@pytest.mark.parametrize("activation", [nn.Sigmoid, nn.GELU])
 def test_plans_leave_no_memory_behind(activation):
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), activation(), nn.Linear(32, 32)) for _ in range(4)))
     batch = torch.randn(64, 32)
@@ -684,7 +645,7 @@ def test_a_block_that_cannot_be_run_by_itself_is_kept():
 
     plan = recollect.plan(Model(), torch.randn(4, 32, 32), budget="100%", repeats=1)
     assert plan.decisions() == {}
-    with pytest.raises(ValueError, match="calls no backward itself"):
+    with pytest.raises(TypeError, match=r"step must return the loss.* got NoneType None"):
         recollect.plan(Shared(), torch.randn(4, 32, 32), step=lambda m, b: m(b).sum().backward(), budget="90%")
 
 

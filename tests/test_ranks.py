@@ -6,6 +6,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 
 import recollect
+from models import Layer, Stack
 from process_group import collectives, result, run_on_ranks
 
 LAYERS = 6
@@ -123,7 +124,35 @@ def what_is_refused(rank):
     return found
 
 
-SCENARIOS = {one.__name__: one for one in (on_replicas, on_shards, in_a_pipeline, what_is_refused)}
+class Later(Layer):
+    def forward(self, x):
+        return super().forward(x + 1)
+
+
+class Odd(Stack):
+    """On one of the ranks a layer's input changes after its forward, so that it cannot be recomputed there."""
+
+    rank = 0
+
+    def forward(self, x):
+        x = x * 1
+        for layer in self.layers:
+            y = layer(x)
+            x = x.add_(y) if Odd.rank else x + y
+        return x
+
+
+def with_a_layer_that_fails_on_one_rank(rank):
+    Odd.rank = rank
+    torch.manual_seed(0)
+    plan = recollect.plan(Odd(Later), torch.randn(4, 32, 32), budget="90%", repeats=1)
+    return facts(plan)
+
+
+SCENARIOS = {
+    one.__name__: one
+    for one in (on_replicas, on_shards, in_a_pipeline, what_is_refused, with_a_layer_that_fails_on_one_rank)
+}
 
 
 @pytest.fixture(scope="module")
@@ -184,3 +213,10 @@ def test_what_cannot_be_planned_is_refused_on_all_ranks(ranks):
 def test_one_process_needs_no_group():
     with pytest.raises(TypeError, match="group must be a process group"):
         recollect.plan(made(1), batch_of(0), budget="60%", group=3)
+
+
+def test_what_fails_on_one_rank_is_ruled_out_on_all(ranks):
+    plan = result(ranks, "with_a_layer_that_fails_on_one_rank")
+    assert plan["measured"]["peak"] <= plan["budget"]
+    assert not any(name in decisions for name, decisions in plan["decided"])
+    assert plan["notes"]

@@ -45,7 +45,7 @@ def every_answer(problem):
                     )
                     out = max(out, gone / problem.link.out - forward)
                     back = max(back, gone / problem.link.back - backward)
-        yield max(moments, default=0), sum(c.seconds for c in picked) + out + back
+        yield max([0, *moments]), sum(c.seconds for c in picked) + out + back
 
 
 def least_seconds(answers, budget):
@@ -56,6 +56,8 @@ def least_seconds(answers, budget):
 def problems(draw, most=2000, offloading=False, ties=False, unit=1):
     """Small problems; sometimes all blocks are of one kind."""
     amounts = st.integers(0, 12).map(lambda n: n * unit)
+    # Less than nothing where a step lets go of what a block holds before its backward.
+    there = st.integers(draw(st.sampled_from([0, 0, -9])), 12).map(lambda n: n * unit)
 
     def choices():
         return draw(
@@ -83,10 +85,10 @@ def problems(draw, most=2000, offloading=False, ties=False, unit=1):
         if total > most:
             break
         same = alike and draw(st.integers(0, 5)) > 0
-        base = (3 * unit, (20 - i) * falls) if same else (draw(amounts), draw(amounts))
+        base = (3 * unit, (20 - i) * falls) if same else (draw(there), draw(there))
         times = (1.0, 2.0) if same else (float(draw(st.integers(0, 3))), float(draw(st.integers(0, 3))))
         blocks.append(Block(own, *base, *times, name=f"layers.{i}", kind=0 if alike else None))
-    moments = draw(st.lists(st.builds(Moment, bytes=amounts, after=st.integers(0, len(blocks))), max_size=2))
+    moments = draw(st.lists(st.builds(Moment, bytes=there, after=st.integers(0, len(blocks))), max_size=2))
     tied = []
     if ties:
         places = draw(st.permutations(range(len(blocks))))
@@ -142,6 +144,13 @@ WITHOUT_HASTE = settings(deadline=None, max_examples=80, suppress_health_check=[
 def test_a_chain_is_solved_as_trying_everything_does(problem):
     answers, fast = check_all(problem)
     assert fast.peak == min(bytes_ for bytes_, seconds in answers if seconds <= fast.seconds)
+
+
+def test_blocks_may_keep_more_than_the_budget_where_a_step_lets_go_of_some_of_it():
+    keep, recompute = Choice(0.0, kept=8, forward=8, backward=8), Choice(1.0, kept=1, forward=8, backward=8)
+    blocks = [Block((keep, recompute), base, base) for base in (0, 0, -16, -16)]
+    problem = Problem(tuple(blocks), (Moment(-16, 4),))
+    assert solve(problem, 16).chosen == _solver.fastest(problem).chosen == (0, 0, 0, 0)
 
 
 @settings(deadline=None, max_examples=3)

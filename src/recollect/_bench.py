@@ -1,17 +1,20 @@
 """Training steps of a model that leave nothing behind: run, weighed and timed.
 
 A step is a forward, which gives a loss, and its backward. Everything that it changes is put back when measuring has
-ended: gradients, buffers, random generators. No optimizer is touched, and no parameter changes.
+ended: gradients, buffers, what modules remember, random generators (`_aside.py`). Each step gets the batch in
+containers of its own, so that it may take things out of them. No optimizer is touched, and no parameter changes
+(`_writes.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +24,14 @@ from torch.nn import Module
 
 from recollect import _errors
 from recollect._ambient import RandomState
+from recollect._aside import Aside, set_aside
 from recollect._calls import hooks_on
 from recollect._generators import others
-from recollect._inputs import Arguments, find_tensors
+from recollect._inputs import Arguments, find_tensors, rebuild
 from recollect._meters import Clock, Meter, RealClock, Roofline, as_on_gpu, gpu_of, meter_of
 from recollect._ranks import worst
-from recollect._torch import is_fully_sharded, own_tensors
+from recollect._torch import is_fully_sharded
+from recollect._writes import Writes
 
 Step = Callable[[Any, Any], Tensor]
 START, FORWARD, BETWEEN, LOSS, BACKWARD, END = "start", "forward", "between", "loss", "backward", "end"
@@ -44,20 +49,20 @@ class Mark:
 
 def sum_of_outputs(model: Any, batch: Any) -> Tensor:
     """The default step: call the model on a batch; its `loss` if it gives one, else the sum of all that it gives."""
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         outputs = model(**batch)
     elif isinstance(batch, (tuple, list)):
         outputs = model(*batch)
     else:
         outputs = model(batch)
-    loss = getattr(outputs, "loss", None)
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     tensors = [one for one in find_tensors((outputs,), {})[0] if one.requires_grad]
     if not tensors:
         raise ValueError(
             "step: the outputs of the model do not require grad, so there is no training step to measure. Is the model "
-            "frozen, or in inference mode?"
+            "frozen, or grad switched off (torch.no_grad, torch.inference_mode)?"
         )
     total: Tensor = sum(one.float().sum() for one in tensors)  # type: ignore[assignment]
     return total
@@ -68,17 +73,22 @@ class Bench:
 
     def __init__(self, model: Module, batch: Any, step: Step | None, gpu: str | None) -> None:
         self.model = model
-        self.batch = batch
+        self._batch = batch
         self._step = sum_of_outputs if step is None else step
         self.device = _device_of(model)
         self.is_estimated = self.device.type == "meta"
+        if gpu is not None and not self.is_estimated:
+            raise ValueError(f"gpu is for a model on the meta device, got {gpu!r} for one on {self.device}")
         self.gpu = gpu_of(gpu or "H100") if self.is_estimated else None
         self.clock: Clock = RealClock(self.device) if self.gpu is None else Roofline(self.gpu)
         self._sharded: list[Any] = [module for module in model.modules() if is_fully_sharded(module)]
-        self.outside = find_tensors((batch,), {})[0]
+        plain = dict(batch) if isinstance(batch, Mapping) else batch
+        self.outside = find_tensors((plain,), {})[0]
         self.meter: Meter = meter_of(self.device, [*model.parameters(), *model.buffers(), *self.outside])
+        self._leaves = [*model.parameters(), *(one for one in self.outside if one.requires_grad and one.is_leaf)]
+        self._writes = Writes(model, plain)
         own = [value for module in model.modules() for value in vars(module).values() if _is_generator(value)]
-        arguments: Arguments = ((batch, own), {})
+        arguments: Arguments = ((plain, own), {})
         self._random = RandomState.now([*model.parameters()][:1])
         self._others = [(source.put, source.read()) for source in others(arguments)]
 
@@ -88,10 +98,6 @@ class Bench:
 
     # --- Steps ---
 
-    def _leaves(self) -> list[Tensor]:
-        """What a step gives gradients to."""
-        return [*self.model.parameters(), *(one for one in self.outside if one.requires_grad and one.is_leaf)]
-
     def start_anew(self) -> None:
         """Put random generators where they were, and let go of gradients."""
         self._random.put()
@@ -99,7 +105,7 @@ class Bench:
             put(state)
         for unit in self._sharded:
             unit.reshard()  # a forward without a backward may leave parameters gathered
-        for leaf in self._leaves():
+        for leaf in self._leaves:
             leaf.grad = None
 
     def let_go(self) -> None:
@@ -111,10 +117,29 @@ class Bench:
     def forward(self) -> Tensor:
         """The loss."""
         self.start_anew()
-        loss = self._step(self.model, self.batch)
+        loss = self._step(self.model, _in_own_containers(self._batch))
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise _errors.not_a_loss(loss)
         return loss
+
+    def watched_forward(self) -> Tensor:
+        """The loss; raises before the step writes to what must not change."""
+        with self._writes.watching():
+            return self.forward()
+
+    def watched_train(self) -> None:
+        """A step; likewise."""
+        with self._writes.watching():
+            loss = self.forward()
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                if "a second time" not in str(error):
+                    raise
+                raise ValueError(
+                    "step has called backward on the loss that it returns, or on a part of it: leave that backward to "
+                    "the measurement"
+                ) from error
 
     def train(self) -> None:
         """A step."""
@@ -149,42 +174,31 @@ class Bench:
     @contextlib.contextmanager
     def leaving_nothing(self) -> Iterator[None]:
         """Put everything back that steps change."""
-        held = [
-            (one, one.grad if one.grad.device.type in ("cpu", "meta") else _aside(one.grad))
-            for one in self._leaves()
-            if one.grad is not None
-        ]
-        modules = list(self.model.modules())
-        buffers = [(own, dict(own)) for module in modules for own in own_tensors(module)[1:]]
-        values = [(one, _aside(one)) for _, before in buffers for one in before.values() if isinstance(one, Tensor)]
-        training = [(module, module.training) for module in modules]
-        needs_grad = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
+        aside = Aside(self.model)
+        leaves = {id(leaf): leaf for leaf in (*self._leaves, *aside.leaves())}
+        gradients = set_aside(leaves.values(), to_host=self.device.type not in ("cpu", "meta"))
         try:
             with as_on_gpu() if self.is_estimated else contextlib.nullcontext():
                 yield
         finally:
             self.start_anew()
-            for leaf, grad in held:
-                leaf.grad = grad.to(leaf.device)
-            for module, flag in training:
-                module.training = flag
-            for parameter, flag in needs_grad:
-                parameter.requires_grad_(flag)
-            for own, before in buffers:
-                own.clear()
-                own.update(before)
-            for tensor, value in values:
-                with torch.no_grad(), contextlib.suppress(RuntimeError):  # what cannot be written to has not changed
-                    tensor.copy_(value)
+            for gradient in gradients:
+                gradient.put_back()
+            aside.put_back()
+            self._writes.put_back()
+        self._writes.check()
 
 
 def _is_generator(value: Any) -> bool:
     return isinstance(value, torch.Generator)
 
 
-def _aside(tensor: Tensor) -> Tensor:
-    """A copy on the host, where it takes none of the device's memory."""
-    return tensor.detach().clone() if tensor.device.type in ("cpu", "meta") else tensor.detach().to("cpu")
+def _in_own_containers(batch: Any) -> Any:
+    """The same tensors in lists and dicts that nobody else has."""
+    made = rebuild(batch, Tensor, lambda tensor: tensor)
+    if made is batch and (isinstance(batch, (MutableMapping, MutableSequence)) or dataclasses.is_dataclass(batch)):
+        made = copy.copy(batch)
+    return made
 
 
 def _device_of(model: Module) -> torch.device:

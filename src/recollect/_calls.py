@@ -1,7 +1,8 @@
 """Which modules a step calls, what autograd saves in each call, and which of the calls a plan decides about: blocks.
 
 One forward is watched. What autograd wants to save is noted and let go of, so that looking takes no more memory than
-the forward itself.
+the forward itself. A step that goes backward on its way, for gradients that it accumulates, needs what is saved; calls
+from before its last backward are over when the loss is returned, and are no blocks.
 
 Blocks are calls that do not contain each other. A model is taken apart from the outside until its parts are small
 beside the whole, or have no parts themselves: the layers of a transformer, the bottlenecks of a ResNet. Blocks are of
@@ -19,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.jit import ScriptModule
 from torch.nn import Module, Parameter, Sequential
 
 from recollect import _errors
@@ -49,6 +51,7 @@ class Call:
     parts: list[Call] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # the memory that autograd saves in it, and bytes
     shapes: list[Any] = field(default_factory=list)  # of what is saved, in order
+    is_over: bool = False  # before the step returns: it has gone backward since
 
     def bytes(self) -> int:
         """What a region of it would let go of."""
@@ -92,7 +95,10 @@ def signature_of(arguments: Arguments) -> tuple[Any, ...]:
 def hooks_on(
     modules: Iterable[Module], before: Callable[[Module, Arguments], None], after: Callable[[Module, Any], None]
 ) -> Iterator[None]:
-    """Have functions called before and after every call of the modules, which is not one of a replay."""
+    """Have functions called before and after every call of the modules, which is not one of a replay.
+
+    Scripted modules take no hooks: what they do counts as that of the module around them.
+    """
 
     def pre(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_recomputing():
@@ -104,22 +110,30 @@ def hooks_on(
 
     with contextlib.ExitStack() as stack:
         for module in {id(module): module for module in modules}.values():
+            if isinstance(module, ScriptModule):
+                continue
             stack.callback(module.register_forward_pre_hook(pre, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(post, always_call=True).remove)
         yield
 
 
-def watch_calls(model: Module, outside: Iterable[Tensor], forward: Callable[[], object]) -> tuple[Call, frozenset[int]]:
+def watch_calls(
+    model: Module, outside: Iterable[Tensor], forward: Callable[[], object], *, keeps: bool = False
+) -> tuple[Call, frozenset[int]]:
     """The tree of calls in a forward, whose root is the forward itself; and the memory that is there all the time.
 
-    `outside` are tensors that were there before, besides those of the model.
+    `outside` are tensors that were there before, besides those of the model. What autograd saves is let go of, unless
+    `keeps` says otherwise.
+
+    Raises:
+        BackwardInsideError: If the forward needs what was let go of.
     """
     names = {id(module): name for name, module in model.named_modules()}
     memory = Memory()
     weights = {memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
     there = frozenset(weights | set(map(memory, outside)))
     root = Call("", model)
-    open_calls = [root]
+    open_calls, since_backward = [root], [root]
     counts: Counter[int] = Counter()
 
     def before(module: Module, arguments: Arguments) -> None:
@@ -129,6 +143,7 @@ def watch_calls(model: Module, outside: Iterable[Tensor], forward: Callable[[], 
         call = Call(names[id(module)], module, open_calls[-1], signature_of(arguments), given, number)
         open_calls[-1].parts.append(call)
         open_calls.append(call)
+        since_backward.append(call)
 
     def after(module: Module, result: Any) -> None:
         while len(open_calls) > 1 and open_calls.pop().module is not module:
@@ -145,40 +160,83 @@ def watch_calls(model: Module, outside: Iterable[Tensor], forward: Callable[[], 
             call.saved[one] = size
             call.shapes.append((tensor.shape, tensor.dtype))
 
-    with hooks_on(model.modules(), before, after), saved_tensors_hooks(pack, _unpack):
+    def goes_backward() -> None:
+        for call in since_backward:
+            call.is_over = True
+        since_backward.clear()
+
+    with hooks_on(model.modules(), before, after), _looking(pack, keeps=keeps, unpacked=goes_backward):
         forward()
     return root, there
 
 
-def _unpack(_: Any) -> Tensor:
-    raise ValueError(
-        "a backward goes through a forward that was only looked at. A step returns the loss and calls no backward "
-        "itself (for accumulated gradients, plan for one of the batches); a block must not get a graph through an "
-        "object that is no list, tuple, dict or dataclass, such as a cache of keys and values (use_cache=False)"
-    )
+class BackwardInsideError(Exception):
+    """A step goes backward through what it has computed itself."""
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+@contextlib.contextmanager
+def _looking(
+    note: Callable[[Tensor], object], *, keeps: bool, unpacked: Callable[[], object] = _nothing
+) -> Iterator[None]:
+    """Note what autograd saves, and have nothing saved, so that no backward can go through it, unless that `keeps`."""
+    is_over = False
+
+    def pack(tensor: Tensor) -> Tensor | None:
+        note(tensor)
+        return tensor.detach() if keeps else None  # its own output would hold a node for good
+
+    def unpack(kept: Tensor | None) -> Tensor:
+        if is_over:  # a block that is run by itself
+            raise ValueError(
+                "results of others reach it in an object that is no list, tuple, dict or dataclass, such as a cache: "
+                "set use_cache=False"
+            )
+        if kept is None:
+            raise BackwardInsideError
+        unpacked()
+        return kept
+
+    with saved_tensors_hooks(pack, unpack):
+        try:
+            yield
+        finally:
+            is_over = True
 
 
 def find_blocks(root: Call) -> list[Call]:
-    """The calls that a plan decides about, in the order of the forward."""
-    total = root.bytes()
+    """The calls that a plan decides about, in the order of the forward.
+
+    A decision about a module holds wherever it is called. So one that is taken apart in a large call is taken apart in
+    its small ones too, and one that is a part of another block is none itself.
+    """
+    total = sum(part.bytes() for part in root.parts if not part.is_over)
     found: list[Call] = []
+    apart: set[int] = set()
 
     def take(call: Call) -> None:
         size = call.bytes()
         if size <= _SMALL * total:
             return
-        parts = [part for part in call.parts if part.bytes() > 0]
-        is_large = size > _LARGE * total or isinstance(call.module, Sequential)
+        parts = [part for part in call.parts if part.bytes() > 0 and not part.is_over]
+        # A chain of blocks; one of single operations is better taken as a whole.
+        is_chain = isinstance(call.module, Sequential) and any(part.parts for part in parts)
+        is_large = size > _LARGE * total or is_chain or id(call.module) in apart
         is_covered = sum(part.bytes() for part in parts) >= _COVERED * size
         can_be_decided = call.parent is not None and why_not(call.module, may_be_lazy=False) is None
         if parts and (not can_be_decided or (is_large and is_covered)):
+            apart.add(id(call.module))
             for part in parts:
                 take(part)
         elif can_be_decided:
             found.append(call)
 
     take(root)
-    # A decision about a module holds wherever it is called: not for one that is also a part of another block.
+    if any(id(block.module) in apart for block in found):
+        found.clear()
+        take(root)
     inside = {id(part.module) for block in found for part in _within(block)}
     return [block for block in found if id(block.module) not in inside]
 
@@ -222,7 +280,12 @@ class Sample:
 
 
 def take_samples(
-    forward: Callable[[], object], blocks: Sequence[Call], lives_on: Sequence[Sequence[bool]], wanted: Container[int]
+    forward: Callable[[], object],
+    blocks: Sequence[Call],
+    lives_on: Sequence[Sequence[bool]],
+    wanted: Container[int],
+    *,
+    keeps: bool = False,
 ) -> dict[int, Sample]:
     """Run a forward once more, and hold on to what some of the blocks are given, by number.
 
@@ -242,10 +305,7 @@ def take_samples(
         if number in wanted:
             samples[number] = _sample(module, arguments, lives_on[number])
 
-    with (
-        hooks_on((block.module for block in blocks), before, lambda module, result: None),
-        saved_tensors_hooks(lambda tensor: None, _unpack),
-    ):
+    with hooks_on((block.module for block in blocks), before, _nothing), _looking(_nothing, keeps=keeps):
         forward()
     for number in waiting.values():
         raise _errors.step_changes(blocks[number].name)

@@ -71,9 +71,8 @@ class Chain:
             )
             for block, allowed in zip(problem.blocks, options, strict=True)
         ]
-        self.others = [0] * (len(self.items) + 1)
-        # Where no moment comes after the last block, what that one keeps is never counted.
-        self.others[-1] = -sum(max(item.kept for item in items) for items in self.items)
+        # Where there is no other moment, what blocks keep is not counted: nothing is ruled out.
+        self.others = [-sum(max(item.kept for item in items) for items in self.items)] * (len(self.items) + 1)
         for moment in problem.moments:
             self.others[moment.after] = max(self.others[moment.after], moment.bytes)
 

@@ -82,9 +82,9 @@ def solve(problem: Problem, budget: int, *, time_limit: float = TIME_LIMIT) -> S
 
 def fastest(problem: Problem, *, time_limit: float = TIME_LIMIT) -> Solution:
     """Least seconds whatever the memory, and the least peak with those."""
-    enough = sum(max(block.need(choice) + choice.kept for choice in block.choices) for block in problem.blocks) + sum(
-        moment.bytes for moment in problem.moments
-    )
+    enough = sum(
+        max(0, *(max(block.need(choice), 0) + choice.kept for choice in block.choices)) for block in problem.blocks
+    ) + sum(max(moment.bytes, 0) for moment in problem.moments)
     found = _solve(problem, enough, [], time_limit)
     return _within(problem, found.seconds, [found.chosen], time_limit)
 

@@ -1,61 +1,35 @@
 """`plan` and `frontier`: measure a step, decide, run what was decided, and correct.
 
-A plan is not believed before it was run. The step is run under it and weighed; where that is not what was predicted,
-the difference is taken off the budget and the problem is solved anew. What comes back has been seen to fit.
+A plan is not believed before it was run (`_trial.py`). Here is what is asked for, and whether that makes sense.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from recollect import _errors, _milp, _problem, _solver, report
-from recollect._bench import Bench, Mark
+from recollect import _errors, _milp, _solver, report
+from recollect._bench import Bench
 from recollect._bench import Step as StepFunction
-from recollect._decided import decided_of
-from recollect._problem import Problem, Solution
-from recollect._ranks import need_the_same, same, together, worst
+from recollect._decided import decided_of, is_lazy
+from recollect._ranks import need_the_same, together, worst
 from recollect._sizes import bytes_of, human
-from recollect._solver import InfeasibleError
 from recollect._stores.pool import memory_to_spare
 from recollect._torch import is_compiled, is_wrapped_for_ranks
-from recollect.plan import Plan, Step, planned, shapes_of
+from recollect._trial import MARGIN, Trial
+from recollect._trial import BudgetError as BudgetError
+from recollect.plan import Plan, Step
 from recollect.policy import Offload
-from recollect.profile import KEEP, Profile, Progress, decided, measure
+from recollect.profile import Progress, measure
 
-_ATTEMPTS = 5
-_CLOSE = 0.02  # a plan that comes so close to its budget is good enough
-_MARGIN = 0.05  # of a device, for what its allocator cannot use
-_WARM_UP = 3
-_POINTS = 12
 ALLOWED = ("recompute", "offload")
-
-
-class BudgetError(ValueError):
-    """No plan fits the budget.
-
-    Attributes:
-        smallest: The least bytes that a step needs at its peak, as far as could be found.
-        where: The moment of the step that needs them.
-    """
-
-    def __init__(self, budget: int, smallest: int, where: str, *, is_measured: bool) -> None:
-        how = "measured" if is_measured else "predicted"
-        there, needed = _errors.describe_amount(budget, up=False), _errors.describe_amount(smallest, up=True)
-        super().__init__(
-            f"no plan fits into {there}: the smallest that would is {needed} ({how}: {smallest} bytes), which {where} "
-            "needs. Raise the budget, make the batch smaller, or split what is computed there into modules"
-        )
-        self.smallest = smallest
-        self.where = where
 
 
 def plan(
@@ -77,17 +51,19 @@ def plan(
     """Decide for a model so that a training step fits into a budget and takes as little time as possible.
 
     A step is measured, and run again under the plan until it is seen to fit. The model is left as it was: parameters,
-    gradients, buffers, random generators and hooks.
+    gradients, buffers, what modules remember, random generators and hooks.
 
     Args:
         model: Any module. On the meta device nothing is run: bytes are counted, times are those of a GPU on paper.
-        batch: What `step` gets.
+        batch: What `step` gets: the same tensors every time, in lists and dicts of its own.
         budget: The bytes that may be alive at the peak of the step, all told: a number, "40GiB", "60%" (of the peak of
             the plain step), or "device" (what is free there, less a margin).
         time_budget: Or how long the step may take, as a multiple of the plain step: 1.1 asks for the least memory
             within 10% more time.
         step: A function `(model, batch) -> loss`. By default the model is called on the batch (a dict gives keywords,
-            a tuple or list positions), and the loss is the `loss` of what it gives, or the sum of it.
+            a tuple or list positions), and the loss is the `loss` of what it gives, or the sum of it. It changes
+            neither parameters nor the batch, and leaves the backward of that loss to others; where it accumulates
+            gradients, it has gone backward for all but the last part of the batch.
         reserve: Bytes of the budget to set aside for what is not there yet when the plan is made, such as the state
             of an optimizer before its first step.
         allow: What may be decided besides keeping: "recompute", "offload" or both. Offloading is considered where
@@ -105,6 +81,7 @@ def plan(
 
     Raises:
         BudgetError: If no plan fits; it says the smallest budget that would, and what sets it.
+        ValueError: If the step does something else than to compute a loss, or not the same every time.
 
     Example:
         >>> import torch, recollect
@@ -115,22 +92,24 @@ def plan(
         True
         >>> handle = plan.apply(model)
     """
+    set_aside = bytes_of("reserve", reserve)
+    _check_goal(budget, time_budget, set_aside)
+    _check(model, batch, step, repeats, progress)
+    host_bytes = None if host_budget is None else bytes_of("host_budget", host_budget)
+    allowed = _allowed(allow)
     with together(group):
-        _check(model, budget, time_budget, repeats)
-        set_aside = bytes_of("reserve", reserve)
-        host_bytes = None if host_budget is None else bytes_of("host_budget", host_budget)
+        _check_ranks(model)
         bench = Bench(model, batch, step, gpu)
-        where = _where_to_offload(bench.device, allow, offload, host_bytes)
+        where = _where_to_offload(bench.device, allowed, offload, host_bytes)
         profile = measure(bench, repeats=repeats, offload=where, progress=progress)
-        if "recompute" not in allow:
+        if "recompute" not in allowed:
             profile = profile.without_recomputing()
-        trial = _Trial(bench, profile, repeats, progress, host_bytes)
-        plain = trial.plain()
+        trial = Trial(bench, profile, repeats, progress, host_bytes)
         if time_budget is not None:
-            return trial.plan_for_time(plain.seconds * time_budget)
-        assert budget is not None  # or `_check` would have said so
-        limit = -worst([-_bytes(budget, plain, bench.device)])[0]
-        return trial.plan_for_bytes(limit, limit - set_aside)
+            return trial.plan_for_time(time_budget)
+        assert budget is not None  # or `_check_goal` would have said so
+        limit = -worst([-_bytes(budget, trial.plain(), bench.device)])[0]
+        return trial.plan_for_bytes(limit, limit - set_aside, list(_hints(bench.device, allowed, where)))
 
 
 @dataclass(frozen=True)
@@ -214,204 +193,32 @@ def frontier(
         >>> curve.points[0].peak < curve.plain.peak
         True
     """
-    if not isinstance(points, int) or points < 2:
-        raise ValueError(f"points must be a number from 2 on, got {_errors.describe_value(points)}")
+    _check(model, batch, step, repeats, progress)
+    _check_count("points", points, 2)
     with together(group):
-        _check(model, 1, None, repeats)
+        _check_ranks(model)
         bench = Bench(model, batch, step, gpu)
         profile = measure(bench, repeats=repeats, progress=progress)
-        trial = _Trial(bench, profile, repeats, progress)
-        plans = tuple(trial.as_plan(one, None) for one in _solver.frontier(trial.problems[0], points))
+        trial = Trial(bench, profile, repeats, progress)
+        plans = tuple(trial.as_plan(one, None) for one in _solver.frontier(trial.problem(), points))
         return Frontier(trial.plain(), tuple(one.predicted for one in plans), plans)
-
-
-# --- Holding a plan to its word ---
-
-
-class _Trial:
-    """Solves the problem that a profile poses, and runs what comes out."""
-
-    def __init__(
-        self,
-        bench: Bench,
-        profile: Profile,
-        repeats: int,
-        progress: Progress | None,
-        host_bytes: int | None = None,
-    ) -> None:
-        self._bench = bench
-        self._profile = profile
-        # Offloading is predicted, and not measured alone. So both are run, with it and without, and the better counts.
-        self.problems = [profile.problem()]
-        if profile.link is not None:
-            self.problems.append(profile.problem(offloading=True, host_bytes=host_bytes))
-        self._seen: dict[tuple[int, ...], int] = {}  # peaks that were measured
-        self._repeats = repeats
-        self._tell = progress or (lambda what, done, of: None)
-
-    def plain(self) -> Step:
-        """A step without decisions: measured, or predicted if it does not fit."""
-        keep = [KEEP] * len(self._profile.blocks)
-        return self._predicted(keep, _problem.peak(self.problems[0], keep)[0])
-
-    def _predicted(self, chosen: Sequence[int], peak: int, stalls: float = 0.0) -> Step:
-        profile = self._profile
-        added = sum(profile.option(number, choice).seconds for number, choice in enumerate(chosen))
-        base = sum(profile.option(number, choice).seconds for number, choice in enumerate(profile.base))
-        return Step(peak, profile.seconds + added + stalls - base)
-
-    def _step_of(self, solution: Solution) -> Step:
-        return self._predicted(solution.chosen, solution.peak, solution.stalls)
-
-    def as_plan(self, solution: Solution, budget: int | None, ran: _Ran | None = None) -> Plan:
-        """What a solution means."""
-        profile, model = self._profile, self._bench.model
-        return Plan(
-            type(model).__name__,
-            shapes_of(model),
-            profile.device,
-            budget,
-            planned(profile, solution),
-            self.plain(),
-            self._step_of(solution),
-            None if ran is None else ran.step,
-            solution.gap,
-            profile.is_estimated,
-            self._curve,
-            profile.marks if profile.is_plain else (),
-            () if ran is None else ran.marks,
-            tuple(note for kind in profile.kinds for note in kind.notes),
-        )
-
-    @functools.cached_property
-    def _curve(self) -> tuple[Step, ...]:
-        return tuple(self._step_of(one) for one in _solver.frontier(self.problems[0], _POINTS))
-
-    def run(self, solution: Solution) -> _Ran | None:
-        """A step under decisions; None if the device had not enough memory for it."""
-        bench, profile = self._bench, self._profile
-        decisions = {name: one for block in planned(profile, solution) for name, one in block.decisions.items()}
-        ran = None
-        with bench.leaving_nothing():
-            try:
-                with decided(bench.model, {"": decisions}, "first"):
-                    for _ in range(_WARM_UP):  # replays are compared by value at first, and stores learn
-                        bench.train()
-                    marks = bench.weigh(
-                        list(zip(map(bench.model.get_submodule, profile.blocks), profile.calls, strict=True))
-                    )
-                    ran = _Ran(Step(max(mark.peak for mark in marks), bench.seconds(self._repeats)), tuple(marks))
-            except torch.OutOfMemoryError:
-                pass
-            bench.start_anew()
-            bench.let_go()
-        return None if worst([ran is None])[0] else ran
-
-    def plan_for_bytes(self, budget: int, limit: int) -> Plan:
-        """The fastest plan whose step was seen to stay within `limit` bytes, which are those of the budget or less."""
-        found = [plan for problem in self.problems if (plan := self._held(problem, budget, limit)) is not None]
-        if not found:
-            tried = [self._smallest(problem, budget) for problem in self.problems]
-            smallest, where, _ = min(tried, key=lambda one: one[0])
-            # Where predictions are off by more than the choices are apart, the least may fit all the same.
-            found = [plan for peak, _, plan in tried if plan is not None and peak <= limit]
-            if not found:
-                raise BudgetError(budget, smallest + budget - limit, where, is_measured=bool(self._seen))
-        return min(found, key=lambda plan: (plan.measured or plan.predicted).seconds)
-
-    def _held(self, problem: Problem, budget: int, limit: int) -> Plan | None:
-        """A plan that was seen to fit, by one of the problems; None if it has none."""
-        best: Plan | None = None
-        correction = 0
-        tried: set[tuple[int, ...]] = set()
-        for attempt in range(_ATTEMPTS):
-            self._tell("running the plan", attempt, _ATTEMPTS)
-            try:
-                solution = same(_solver.solve(problem, limit - correction))
-            except InfeasibleError as error:
-                if tried or error.smallest > limit * (1 + 2 * _CLOSE):
-                    break
-                solution = same(_solver.smallest(problem))  # so close that a prediction does not settle it
-            if self._profile.is_estimated:
-                return self.as_plan(solution, budget)
-            if solution.chosen in tried:
-                break
-            tried.add(solution.chosen)
-            ran = self.run(solution)
-            if ran is None:
-                correction += max(int(limit * _MARGIN), 1)
-                continue
-            self._seen[solution.chosen] = ran.step.peak
-            if ran.step.peak <= limit:
-                if best is None or best.measured is None or ran.step.seconds < best.measured.seconds:
-                    best = self.as_plan(solution, budget, ran)
-                if ran.step.peak >= limit * (1 - _CLOSE) or not any(solution.chosen):
-                    break
-            # What was predicted and what came out differ by so much: aim by as much beside the mark.
-            correction = ran.step.peak - solution.peak
-        self._tell("running the plan", _ATTEMPTS, _ATTEMPTS)
-        return best
-
-    def _smallest(self, problem: Problem, budget: int) -> tuple[int, str, Plan | None]:
-        """The least bytes that a step needs, measured where it can be, what sets it, and the plan if it was run now."""
-        solution = same(_solver.smallest(problem))
-        where = _problem.peak(problem, solution.chosen)[1]
-        plan = None
-        if solution.chosen not in self._seen and not self._profile.is_estimated:
-            ran = self.run(solution)
-            if ran is not None:
-                self._seen[solution.chosen] = ran.step.peak
-                plan = self.as_plan(solution, budget, ran)
-        return self._seen.get(solution.chosen, solution.peak), where, plan
-
-    def plan_for_time(self, seconds: float) -> Plan:
-        """The plan of the least memory whose step was seen to take no longer, or nearly so."""
-        allowed = seconds - self.plain().seconds
-        best: Plan | None = None
-        for attempt in range(_ATTEMPTS):
-            self._tell("running the plan", attempt, _ATTEMPTS)
-            solution = same(
-                min((_solver.within(problem, max(allowed, 0.0)) for problem in self.problems), key=lambda one: one.peak)
-            )
-            if self._profile.is_estimated:
-                return self.as_plan(solution, None)
-            ran = self.run(solution)
-            if ran is None:
-                raise torch.OutOfMemoryError(
-                    f"the least memory for a step of {1e3 * seconds:.1f} ms is more than the device has: give a budget "
-                    "of bytes instead"
-                )
-            best = self.as_plan(solution, None, ran)
-            if ran.step.seconds <= seconds * (1 + _CLOSE) or not any(solution.chosen):
-                break
-            allowed -= ran.step.seconds - seconds
-        self._tell("running the plan", _ATTEMPTS, _ATTEMPTS)
-        assert best is not None
-        return best
-
-
-@dataclass(frozen=True)
-class _Ran:
-    step: Step
-    marks: tuple[Mark, ...]
 
 
 # --- What was asked for ---
 
 
-def _check(model: Any, budget: Any, time_budget: Any, repeats: Any) -> None:
+def _check(model: Any, batch: Any, step: Any, repeats: Any, progress: Any) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"model must be a torch.nn.Module, got {_errors.describe_value(model)}")
-    if (budget is None) == (time_budget is None):
+    if isinstance(batch, Iterator):
         raise TypeError(
-            "plan takes a budget (bytes) or a time_budget (a multiple of the plain step's time), one of them"
+            f"batch must be what one step gets, got {_errors.describe_value(batch)}, which every step would take "
+            "something from: give next(batch)"
         )
-    if time_budget is not None and not (isinstance(time_budget, (int, float)) and time_budget >= 1):
-        raise ValueError(f"time_budget must be a number from 1 on, got {_errors.describe_value(time_budget)}")
-    if budget is not None:
-        share_of(budget)
-    if not isinstance(repeats, int) or repeats < 1:
-        raise ValueError(f"repeats must be a number from 1 on, got {_errors.describe_value(repeats)}")
+    for name, value in (("step", step), ("progress", progress)):
+        if value is not None and not callable(value):
+            raise _errors.not_callable(name, value)
+    _check_count("repeats", repeats, 1)
     if is_wrapped_for_ranks(model):
         raise ValueError(
             f"the model is wrapped in {type(model).__name__}: make the plan for the model itself, apply it, and wrap "
@@ -419,11 +226,21 @@ def _check(model: Any, budget: Any, time_budget: Any, repeats: Any) -> None:
         )
     if is_compiled(model):
         raise ValueError("the model is compiled: make the plan for the model itself, apply it, and compile after that")
+    for name, module in model.named_modules():
+        if is_lazy(module):
+            raise ValueError(
+                f"model has lazy parameters, which its first call makes: {name or 'the model'} "
+                f"({type(module).__name__}). Call it once, and plan then"
+            )
     if any(decided_of(module) is not None for module in model.modules()):
         raise ValueError(
-            "the model is decided already, by recollect.apply or a plan: take that off first, with handle.remove() or "
-            "recollect.unapply(model)"
+            "the model is decided already, by recollect.apply, a plan or composable.checkpoint: take that off first, "
+            "with handle.remove(), recollect.unapply(model) or composable.remove(module)"
         )
+
+
+def _check_ranks(model: Module) -> None:
+    """Raise, on all ranks alike, if they have different models."""
     need_the_same([(name, tuple(one.shape), str(one.dtype)) for name, one in model.named_parameters()], _other_models)
 
 
@@ -435,14 +252,42 @@ def _other_models(ranks: Sequence[int]) -> Exception:
     )
 
 
-def _where_to_offload(
-    device: torch.device, allow: Sequence[str], offload: Offload | None, host_bytes: int | None
-) -> Offload | None:
-    """How blocks may be offloaded, None if they may not or cannot."""
-    allowed = [allow] if isinstance(allow, str) else list(allow)
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} must be a number from {least} on, got {_errors.describe_value(value)}")
+
+
+def _check_goal(budget: Any, time_budget: Any, reserve: int) -> None:
+    if (budget is None) == (time_budget is None):
+        raise TypeError(
+            "plan takes a budget (bytes) or a time_budget (a multiple of the plain step's time), one of them"
+        )
+    if budget is not None:
+        share_of(budget)
+        return
+    if isinstance(time_budget, bool) or not (isinstance(time_budget, (int, float)) and time_budget >= 1):
+        raise ValueError(f"time_budget must be a number from 1 on, got {_errors.describe_value(time_budget)}")
+    if reserve:
+        raise ValueError(f"reserve has no meaning with time_budget, which sets no limit to memory, got {reserve} bytes")
+
+
+def _allowed(allow: Any) -> list[str]:
+    try:
+        allowed = [allow] if isinstance(allow, str) else list(allow)
+    except TypeError:
+        allowed = []
+    if not allowed:
+        raise ValueError(f"allow must hold 'recompute', 'offload' or both, got {_errors.describe_value(allow)}")
     for one in allowed:
         if one not in ALLOWED:
             raise _errors.not_one_of("allow", one, ALLOWED)
+    return allowed
+
+
+def _where_to_offload(
+    device: torch.device, allowed: Sequence[str], offload: Offload | None, host_bytes: int | None
+) -> Offload | None:
+    """How blocks may be offloaded, None if they may not or cannot."""
     if offload is not None and not isinstance(offload, Offload):
         raise TypeError(f"offload must be recollect.Offload(...) or None, got {_errors.describe_value(offload)}")
     if "offload" not in allowed:
@@ -453,9 +298,23 @@ def _where_to_offload(
         offload = Offload()
     elif not _milp.is_there():
         raise ImportError("a plan that offloads needs scipy: pip install 'recollect[plan]'")
+    elif offload.to == "cpu" and device.type == "cpu":
+        raise ValueError(
+            f"offload must say where to, for a model on {device}, got {offload!r}, where it is already: "
+            'recollect.Offload(to="disk", directory=...)'
+        )
     if host_bytes is not None and offload.to == "cpu":
         offload = dataclasses.replace(offload, max_host_bytes=host_bytes)
     return offload
+
+
+def _hints(device: torch.device, allowed: Sequence[str], where: Offload | None) -> Iterator[str]:
+    """What to say if no plan fits."""
+    if "recompute" not in allowed:
+        yield f"allow={tuple(allowed)}: nothing may be recomputed"
+        if where is None:
+            missing = "scipy is not installed" if device.type == "cuda" else f"the model is on {device}"
+            yield f"nothing can be offloaded, because {missing} and offload= does not say where to"
 
 
 def share_of(budget: int | str) -> float | None:
@@ -463,7 +322,13 @@ def share_of(budget: int | str) -> float | None:
     words = budget.strip() if isinstance(budget, str) else ""
     if not words.endswith("%"):
         if words != "device":
-            bytes_of("budget", budget)
+            try:
+                bytes_of("budget", budget)
+            except (TypeError, ValueError) as error:
+                raise type(error)(
+                    'budget must be bytes (2**30, "40 GiB"), a share of the plain step\'s peak ("60%") or "device", '
+                    f"got {_errors.describe_value(budget)}"
+                ) from None
         return None
     try:
         share = float(words[:-1]) / 100
@@ -485,7 +350,7 @@ def _free(device: torch.device) -> int:
     """What the process has of a device, and what it could get, less a margin."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int((free + torch.cuda.memory_reserved(device)) * (1 - _MARGIN))
+        return int((free + torch.cuda.memory_reserved(device)) * (1 - MARGIN))
     if device.type == "cpu":
         return memory_to_spare()
     raise ValueError(

@@ -5,10 +5,11 @@ What this is not: nothing is measured here, and nothing is run. `fit.py` makes p
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -17,13 +18,12 @@ from torch.nn import Module
 
 from recollect import _errors, report
 from recollect._bench import Mark
-from recollect._candidates import keep_calls
+from recollect._plan_data import encode, read
 from recollect._sizes import human
-from recollect._solver import Solution
-from recollect._torch import operator_from_name
+from recollect._tried import full_names
 from recollect.modules import Handle, apply
-from recollect.policy import ByCall, Decision, Offload, Operators, Recompute, Save, SaveOrCopy
-from recollect.profile import Profile, full_names
+from recollect.policy import Decision, Offload, Recompute
+from recollect.profile import Profile
 
 _VERSION = 1
 
@@ -157,7 +157,7 @@ class Plan:
         made["blocks"] = [
             {
                 **{field.name: getattr(block, field.name) for field in dataclasses.fields(block)},
-                "decisions": {name: _encode(decision) for name, decision in block.decisions.items()},
+                "decisions": {name: encode(decision) for name, decision in block.decisions.items()},
                 "calls": list(block.calls),
             }
             for block in self.blocks
@@ -174,48 +174,37 @@ class Plan:
     def from_dict(cls, data: Any) -> Plan:
         """What `to_dict` gave."""
         version = data.get("version") if isinstance(data, dict) else None
-        if version != _VERSION:
+        if version != _VERSION or isinstance(version, bool):
             raise ValueError(f"a plan of version {_VERSION} is expected, got {_errors.describe_value(version)}")
         try:
-            given = {field.name: data[field.name] for field in dataclasses.fields(cls)}
-            given["shapes"] = {name: tuple(shape) for name, shape in given["shapes"].items()}
-            given["blocks"] = tuple(
-                Planned(
-                    **{
-                        **block,
-                        "decisions": {name: _decode(one) for name, one in block["decisions"].items()},
-                        "calls": tuple(block.get("calls", ())),
-                    }
-                )
-                for block in given["blocks"]
-            )
-            for name in ("plain", "predicted", "measured"):
-                given[name] = None if given[name] is None else Step(**given[name])
-            given["frontier"] = tuple(Step(**one) for one in given["frontier"])
-            for name in ("plain_marks", "marks"):
-                given[name] = tuple(Mark(**one) for one in given[name])
-            given["notes"] = tuple(given["notes"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a plan, or a damaged one: {type(error).__name__}: {error}") from error
-        return cls(**given)
+            made = read(cls, {name: value for name, value in data.items() if name != "version"})
+        except ValueError as error:
+            raise ValueError(f"not a plan, or a damaged one: {error}") from error
+        assert isinstance(made, Plan)
+        return made
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, as JSON."""
         text = json.dumps(self.to_dict(), indent=1)
-        temporary = f"{os.fspath(path)}.{os.getpid()}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:  # a reader sees the old plan or the new one
-            file.write(text)
-        os.replace(temporary, path)
+        temporary = f"{os.fsdecode(path)}.{os.getpid()}.tmp"
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:  # a reader sees the old plan or the new one
+                file.write(text)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read what `save` wrote."""
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        with open(path, "rb") as file:
+            content = file.read()
         try:
-            return cls.from_dict(json.loads(text))
-        except ValueError as error:
-            raise ValueError(f"{os.fspath(path)} cannot be used as a plan: {error}") from error
+            return cls.from_dict(json.loads(content))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{os.fsdecode(path)} cannot be used as a plan: {error}") from error
 
     # --- For people ---
 
@@ -284,11 +273,11 @@ def shapes_of(model: Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(one.shape) for name, one in model.named_parameters()}
 
 
-def planned(profile: Profile, solution: Solution) -> tuple[Planned, ...]:
-    """What a solution means for the blocks of a profile; calls of one module are one block."""
-    total = sum(profile.option(number, choice).out for number, choice in enumerate(solution.chosen))
+def planned(profile: Profile, chosen: Sequence[int]) -> tuple[Planned, ...]:
+    """What a choice for every block of a profile means; calls of one module are one block."""
+    total = sum(profile.option(number, choice).out for number, choice in enumerate(chosen))
     found: dict[str, Planned] = {}
-    for number, (name, choice) in enumerate(zip(profile.blocks, solution.chosen, strict=True)):
+    for number, (name, choice) in enumerate(zip(profile.blocks, chosen, strict=True)):
         option, keep = profile.option(number, choice), profile.option(number, 0)
         before = found.get(name)
         found[name] = Planned(
@@ -313,50 +302,3 @@ def _unbounded(decision: Decision, total: int) -> Decision:
         inputs = _unbounded(decision.inputs, total)
         return dataclasses.replace(decision, inputs=inputs)  # type: ignore[arg-type]
     return decision
-
-
-# --- Decisions as data ---
-
-
-def _encode(decision: Decision) -> dict[str, Any]:
-    if isinstance(decision, Offload):
-        return {
-            "decision": "offload",
-            **{one.name: getattr(decision, one.name) for one in dataclasses.fields(decision)},
-        }
-    if isinstance(decision, Save):
-        return {"decision": "save"}
-    made: dict[str, Any] = {"decision": "recompute"}
-    if isinstance(decision.inputs, Offload):
-        made["inputs"] = _encode(decision.inputs)
-    elif decision.inputs is not None:
-        raise TypeError(f"a plan says where inputs wait by recollect.Offload(), and cannot hold {decision.inputs!r}")
-    if decision.policy is not None:
-        made["keep"] = _encode_policy(decision.policy)
-    return made
-
-
-def _encode_policy(policy: Any) -> dict[str, Any]:
-    table = policy.operators() if isinstance(policy, Operators) else {}
-    by_call = {str(operator): sorted(one.calls) for operator, one in table.items() if isinstance(one, ByCall)}
-    if len(by_call) != len(table) or not table:
-        raise TypeError(f"a plan keeps operators call by call, and cannot hold the policy {policy!r}")
-    return by_call
-
-
-def _decode(data: Mapping[str, Any]) -> Decision:
-    rest = {name: value for name, value in data.items() if name != "decision"}
-    kind = data["decision"]
-    if kind == "save":
-        return Save(**rest)
-    if kind == "offload":
-        return Offload(**rest)
-    if kind != "recompute":
-        raise _errors.not_one_of("decision", kind, ("save", "recompute", "offload"))
-    inputs = rest.get("inputs")
-    keep = rest.get("keep")
-    policy = None
-    if keep is not None:
-        decided = {operator_from_name(name): ByCall(dict.fromkeys(calls, SaveOrCopy())) for name, calls in keep.items()}
-        policy = keep_calls(decided)
-    return Recompute(policy=policy, inputs=None if inputs is None else _decode(inputs))  # type: ignore[arg-type]

@@ -4,56 +4,28 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
+import models
 import recollect
 from recollect._bench import Bench
 from recollect._meters import link_of
 from recollect._problem import peak
-from recollect.profile import decided, measure
+from recollect._tried import decided
+from recollect.profile import measure
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 MIB = 2**20
 
 
-class Layer(nn.Module):
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
-
-
-class Gpt(nn.Module):
-    def __init__(self, layers=8, width=512, words=1024):
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.layers = nn.ModuleList(Layer(width, 8) for _ in range(layers))
-        self.head = nn.Linear(width, words)
-
-    def forward(self, text):
-        x = self.words(text)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def next_word(model, text):
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        return F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
+        return models.next_word(model, text)
 
 
 @pytest.fixture
 def gpt():
     torch.manual_seed(0)
-    return Gpt().cuda(), torch.randint(1024, (8, 513), device="cuda")
+    return models.Gpt(8, 512, 1024, heads=8).cuda(), torch.randint(1024, (8, 513), device="cuda")
 
 
 def gradients(model, text):
@@ -144,3 +116,52 @@ def test_the_link_is_measured():
     out, back = link_of(torch.device("cuda"), "cpu", None)
     assert 1e9 < out < 1e12
     assert 1e9 < back < 1e12
+
+
+def test_gradients_wait_on_the_host_and_come_back_as_the_same_tensors(gpt):
+    model, text = gpt
+    plain = peak_of(model, text)  # leaves gradients behind
+    held = [one.grad for one in model.parameters()]
+    values = [grad.cpu() for grad in held]
+    plan = recollect.plan(model, text, step=next_word, budget="90%", repeats=1, allow=["recompute"])
+    assert plan.plain.peak == pytest.approx(plain, rel=0.03)  # they are not there while a step is weighed
+    for one, grad, value in zip(model.parameters(), held, values, strict=True):
+        assert one.grad is grad
+        assert grad.is_cuda
+        assert torch.equal(grad.cpu(), value)
+
+
+def test_a_choice_that_fails_within_the_step_is_ruled_out():
+    class Later(models.Layer):
+        def forward(self, x):
+            return super().forward(x + 1)
+
+    class ChangesInputs(models.Stack):
+        def forward(self, x):
+            x = x * 1
+            for layer in self.layers:
+                x = x.add_(layer(x))
+            return x
+
+    torch.manual_seed(0)
+    model, batch = ChangesInputs(Later, 4, 256).cuda(), torch.randn(8, 256, 256, device="cuda")
+    plan = recollect.plan(model, batch, budget="75%", repeats=1, allow=["recompute"])
+    assert plan.measured.peak <= plan.budget
+    assert not any(block.name in block.decisions for block in plan.blocks)
+
+
+def test_a_step_that_steps_an_optimizer_is_refused_before_it_does(gpt):
+    model, text = gpt
+    before = [one.detach().cpu() for one in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(model, text):
+        loss = next_word(model, text)
+        for one in model.parameters():
+            one.grad = torch.ones_like(one)
+        optimizer.step()
+        return loss
+
+    with pytest.raises(ValueError, match="the step changes the model's parameters"):
+        recollect.plan(model, text, step=step, budget="80%", repeats=1)
+    assert all(torch.equal(one.detach().cpu(), value) for one, value in zip(model.parameters(), before, strict=True))

@@ -1,0 +1,316 @@
+"""Plans that are held to their word: solve, run what comes out, and correct.
+
+- Where a step under a plan is not what was predicted, the difference is taken off the budget and the problem is solved
+  anew. What comes back has been seen to fit.
+- A choice that works for a block by itself need not work within the step: its input may be changed later, or a replay
+  may find something else than the forward did. Then it is found out which choice that is, it is ruled out for blocks of
+  that kind, and the problem is solved anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from recollect import _errors, _problem, _solver
+from recollect._bench import Bench, Mark
+from recollect._failures import IN_PLACE, Failure, in_lines, reason_of
+from recollect._options import KEEP
+from recollect._problem import Problem, Solution
+from recollect._ranks import same, worst
+from recollect._solver import InfeasibleError
+from recollect._tried import attempt, decided
+from recollect.plan import Plan, Step, planned, shapes_of
+from recollect.policy import Decision
+from recollect.profile import NEVER, Profile, Progress
+
+MARGIN = 0.05  # of a device, for what its allocator cannot use
+_ATTEMPTS = 5
+_CLOSE = 0.02  # a plan that comes so close to its budget is good enough
+_WARM_UP = 3
+_POINTS = 12
+
+
+class BudgetError(ValueError):
+    """No plan fits the budget.
+
+    Attributes:
+        smallest: The least bytes that a step needs at its peak, as far as could be found.
+        where: The moment of the step that needs them.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        smallest: int,
+        where: str,
+        *,
+        is_measured: bool,
+        reserve: int = 0,
+        notes: Sequence[str] = (),
+    ) -> None:
+        how = "measured" if is_measured else "predicted"
+        there, needed = _errors.describe_amount(budget, up=False), _errors.describe_amount(smallest, up=True)
+        aside = f" with {_errors.describe_amount(reserve, up=True)} set aside by reserve" if reserve else ""
+        super().__init__(
+            f"no plan fits into {there}{aside}: the smallest that would is {needed} ({how}: {smallest} bytes), which "
+            f"{where} needs. Raise the budget, make the batch smaller, or split what is computed there into modules"
+            + "".join(f"\n  {note}" for note in notes)
+        )
+        self.smallest = smallest
+        self.where = where
+
+
+class _RuledOutError(Exception):
+    """A solution does not work; what is to blame is ruled out from now on."""
+
+
+@dataclass(frozen=True)
+class _Ran:
+    step: Step
+    marks: tuple[Mark, ...]
+
+
+_Found = tuple[Solution, _Ran | None]
+
+
+class Trial:
+    """Solves the problem that a profile poses, and runs what comes out."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        profile: Profile,
+        repeats: int,
+        progress: Progress | None,
+        host_bytes: int | None = None,
+    ) -> None:
+        self._bench = bench
+        self._profile = profile
+        self._host_bytes = host_bytes
+        self._seen: dict[tuple[int, ...], int] = {}  # peaks that were measured
+        self._curve: tuple[Step, ...] | None = None
+        self._repeats = repeats
+        self._tell = progress or (lambda what, done, of: None)
+
+    # --- What there is to solve, and what a solution means ---
+
+    def problem(self, *, offloading: bool = False) -> Problem:
+        """With what is known by now."""
+        return self._profile.problem(offloading=offloading, host_bytes=self._host_bytes if offloading else None)
+
+    def _ways(self) -> tuple[bool, ...]:
+        # Offloading is predicted, and not measured alone. So both are run, with it and without, and the better counts.
+        return (False,) if self._profile.link is None else (False, True)
+
+    def plain(self) -> Step:
+        """A step without decisions: measured, or predicted if it does not fit."""
+        keep, profile = [KEEP] * len(self._profile.blocks), self._profile
+        if profile.is_plain:
+            return Step(max(mark.peak for mark in profile.marks), profile.seconds)
+        return self._predicted(keep, _problem.peak(self.problem(), keep)[0])
+
+    def _predicted(self, chosen: Sequence[int], peak: int, stalls: float = 0.0) -> Step:
+        profile = self._profile
+        added = sum(profile.option(number, choice).seconds for number, choice in enumerate(chosen))
+        base = sum(profile.option(number, choice).seconds for number, choice in enumerate(profile.base))
+        return Step(peak, profile.seconds + added + stalls - base)
+
+    def _step_of(self, solution: Solution) -> Step:
+        return self._predicted(solution.chosen, solution.peak, solution.stalls)
+
+    def as_plan(self, solution: Solution, budget: int | None, ran: _Ran | None = None) -> Plan:
+        """What a solution means."""
+        profile, model = self._profile, self._bench.model
+        if self._curve is None:
+            self._curve = tuple(self._step_of(one) for one in _solver.frontier(self.problem(), _POINTS))
+        return Plan(
+            type(model).__name__,
+            shapes_of(model),
+            profile.device,
+            budget,
+            planned(profile, solution.chosen),
+            self.plain(),
+            self._step_of(solution),
+            None if ran is None else ran.step,
+            solution.gap,
+            profile.is_estimated,
+            self._curve,
+            profile.marks if profile.is_plain else (),
+            () if ran is None else ran.marks,
+            tuple(in_lines(profile.failures)),
+        )
+
+    # --- Running ---
+
+    def _decisions(self, chosen: Sequence[int]) -> dict[str, Mapping[str, Decision]]:
+        return {"": {name: one for block in planned(self._profile, chosen) for name, one in block.decisions.items()}}
+
+    def run(self, solution: Solution) -> _Ran | None:
+        """A step under decisions; None if the device had not enough memory for it.
+
+        Raises:
+            _RuledOutError: If it fails because of one of the choices.
+        """
+        bench, profile = self._bench, self._profile
+        decisions = self._decisions(solution.chosen)
+        modules = list(zip(map(bench.model.get_submodule, profile.blocks), profile.calls, strict=True))
+        ran = None
+        with bench.leaving_nothing():
+            outcome = attempt(bench, decisions)
+            reason = outcome.reason
+            if outcome.works:
+                try:
+                    with decided(bench.model, decisions, "first"):
+                        for _ in range(_WARM_UP):  # stores learn
+                            bench.train()
+                        marks = bench.weigh(modules)
+                        ran = _Ran(Step(max(mark.peak for mark in marks), bench.seconds(self._repeats)), tuple(marks))
+                except torch.OutOfMemoryError:
+                    pass
+                except _errors.CheckpointError as error:
+                    reason = reason_of(error)
+            bench.start_anew()
+            bench.let_go()
+            (reason,) = worst([reason])
+            if reason:
+                self._rule_out(solution.chosen, reason)
+                raise _RuledOutError(reason)
+        return None if worst([ran is None])[0] else ran
+
+    def _rule_out(self, chosen: Sequence[int], reason: str) -> None:
+        """Find the choices that do not work within the step, and go on without them.
+
+        They are added one after the other to what is known to work. What a step raises on its own comes out as it is.
+        """
+        profile, bench = self._profile, self._bench
+        now = list(profile.base)
+        with decided(bench.model, self._decisions(now)):
+            bench.train()
+        families = [profile.families[kind] for kind in profile.kind_of]
+        suspects = dict.fromkeys((families[n], choice) for n, choice in enumerate(chosen) if choice != now[n])
+        if not suspects:
+            raise ValueError(f"the step fails now and then, with nothing decided: {reason}")
+        failures: dict[int, list[Failure]] = {}
+        blamed = []
+        for family, choice in suspects:
+            own = [n for n, one in enumerate(chosen) if (families[n], one) == (family, choice)]
+            tried = [choice if n in own else one for n, one in enumerate(now)]
+            outcome = attempt(bench, self._decisions(tried))
+            if outcome.works:
+                now = tried
+            elif outcome.reason:
+                blamed.append((own[0], outcome.reason))
+        if not blamed:  # it fails now and then, or on a device that has no room for finding out
+            blamed = [(next(n for n, c in enumerate(chosen) if (families[n], c) == one), reason) for one in suspects]
+        for number, why in blamed:
+            kind = profile.kind_of[number]
+            name = profile.option(number, chosen[number]).name
+            failure = Failure(profile.blocks[number], profile.kinds[kind].module, name, IN_PLACE, why)
+            failures.setdefault(kind, []).append(failure)
+        self._profile, self._curve = profile.ruling_out(failures), None
+
+    # --- For bytes ---
+
+    def plan_for_bytes(self, budget: int, limit: int, hints: Sequence[str] = ()) -> Plan:
+        """The fastest plan whose step was seen to stay within `limit` bytes, which are those of the budget or less."""
+        limit = min(limit, NEVER - 1)
+        found = [one for offloading in self._ways() if (one := self._held(offloading, limit)) is not None]
+        if not found:
+            smallest, where, is_measured = min(map(self._smallest, self._ways()))
+            raise BudgetError(
+                budget,
+                smallest + max(budget - limit, 0),
+                where,
+                is_measured=is_measured,
+                reserve=max(budget - limit, 0),
+                notes=[*hints, *in_lines(self._profile.failures)],
+            )
+        solution, ran = min(found, key=lambda one: (one[1].step if one[1] else self._step_of(one[0])).seconds)
+        return self.as_plan(solution, budget, ran)
+
+    def _held(self, offloading: bool, limit: int) -> _Found | None:
+        """What was seen to fit, with offloading or without; None if nothing was."""
+        best: tuple[Solution, _Ran] | None = None
+        correction, attempts = 0, 0
+        tried: set[tuple[int, ...]] = set()
+        while attempts < _ATTEMPTS:
+            self._tell("running the plan", attempts, _ATTEMPTS)
+            problem = self.problem(offloading=offloading)
+            try:
+                solution = same(_solver.solve(problem, limit - correction))
+            except InfeasibleError:
+                if best is not None or self._profile.is_estimated:
+                    break
+                solution = same(_solver.smallest(problem))  # that it does not fit is a prediction too
+            if self._profile.is_estimated:
+                return solution, None
+            if solution.chosen in tried:
+                break
+            tried.add(solution.chosen)
+            try:
+                ran = self.run(solution)
+            except _RuledOutError:
+                continue
+            attempts += 1
+            if ran is None:
+                correction += max(int(limit * MARGIN), 1)
+                continue
+            self._seen[solution.chosen] = ran.step.peak
+            if ran.step.peak <= limit:
+                if best is None or ran.step.seconds < best[1].step.seconds:
+                    best = solution, ran
+                if ran.step.peak >= limit * (1 - _CLOSE) or not any(solution.chosen):
+                    break
+            # What was predicted and what came out differ by so much: aim by as much beside the mark.
+            correction = ran.step.peak - solution.peak
+        self._tell("running the plan", _ATTEMPTS, _ATTEMPTS)
+        return best
+
+    def _smallest(self, offloading: bool) -> tuple[int, str, bool]:
+        """The least bytes that a step needs, what sets it, and whether it was measured or predicted."""
+        while True:
+            problem = self.problem(offloading=offloading)
+            solution = same(_solver.smallest(problem))
+            where = _problem.peak(problem, solution.chosen)[1]
+            if solution.chosen not in self._seen and not self._profile.is_estimated:
+                try:
+                    ran = self.run(solution)
+                except _RuledOutError:
+                    continue
+                if ran is not None:
+                    self._seen[solution.chosen] = ran.step.peak
+            return (min(self._seen.values()), where, True) if self._seen else (solution.peak, where, False)
+
+    # --- For a time ---
+
+    def plan_for_time(self, times: float) -> Plan:
+        """The plan of the least memory whose step was seen to take so many times the plain one at most, or nearly."""
+        plain = self.plain().seconds
+        seconds = plain * times
+        allowed = seconds - plain
+        attempts = 0
+        while True:
+            self._tell("running the plan", attempts, _ATTEMPTS)
+            within = max(allowed, 0.0) if attempts < _ATTEMPTS - 1 else 0.0  # at last, nothing that takes time
+            problems = [self.problem(offloading=one) for one in self._ways()]
+            solution = same(min((_solver.within(one, within) for one in problems), key=lambda one: one.peak))
+            if self._profile.is_estimated:
+                return self.as_plan(solution, None)
+            try:
+                ran = self.run(solution)
+            except _RuledOutError:
+                continue
+            if ran is None:
+                raise torch.OutOfMemoryError(
+                    f"the least memory for a step of {1e3 * seconds:.1f} ms is more than the device has: give a budget "
+                    "of bytes instead"
+                )
+            attempts += 1
+            if ran.step.seconds <= seconds * (1 + _CLOSE) or not any(solution.chosen) or attempts == _ATTEMPTS:
+                break
+            allowed -= ran.step.seconds - seconds
+        self._tell("running the plan", _ATTEMPTS, _ATTEMPTS)
+        return self.as_plan(solution, None, ran)
