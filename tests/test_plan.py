@@ -16,7 +16,7 @@ from models import Gpt, Layer, Shared, Twice, Unet, next_word
 from recollect import BudgetError, Offload, Plan, Recompute, Save
 from recollect._bench import Bench
 from recollect._calls import find_blocks, watch_calls
-from recollect._meters import GPUS, StorageMeter, gpu_of, operator_seconds
+from recollect._meters import GPUS, RealClock, StorageMeter, gpu_of, operator_seconds
 from recollect._plan_data import decode, encode
 from recollect._problem import peak
 from recollect._tried import decided
@@ -40,6 +40,18 @@ def one_thread():
     torch.manual_seed(0)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def counted_times(monkeypatch):
+    """Every operator takes a microsecond, so that no other process makes a plan look slow."""
+
+    def seconds(clock, work, times):
+        with CountOperators() as counted:
+            work()
+        return 1e-6 * len(counted.names)
+
+    monkeypatch.setattr(RealClock, "seconds", seconds)
 
 
 # --- Models ---
@@ -240,6 +252,7 @@ def test_a_budget_holds_and_gradients_are_equal(name):
         assert torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("counted_times")
 @pytest.mark.parametrize("wrong", [-0.15, 0.15, 0.6])  # the last says that nothing fits
 def test_predictions_that_are_wrong_are_corrected(monkeypatch, wrong):
     predicted = Profile.problem
@@ -260,8 +273,7 @@ def test_predictions_that_are_wrong_are_corrected(monkeypatch, wrong):
     budget = int(plain * 0.75)
     plan = recollect.plan(model, batch, step=step, budget=budget, repeats=1)
     assert plan.measured.peak <= budget
-    if wrong < 0.5:
-        assert plan.measured.peak >= budget * 0.75  # what is there is used
+    assert plan.measured.peak >= budget * 0.75  # what is there is used
 
 
 def test_a_budget_that_takes_nothing_decides_nothing():
