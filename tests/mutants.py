@@ -40,6 +40,91 @@ def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 
 
 FAULTS = (
+    # --- Parameters that are sharded between ranks ---
+    fault(
+        "a step on shards is not seen where they are gathered",
+        "_optimizers.py",
+        "                for gathered in changed_by_step(parameter):\n                    _note(gathered, number)\n",
+        "",
+        "test_fsdp_guards.py",
+    ),
+    fault(
+        "a step counts for weights that are held",
+        "_shards.py",
+        "known[1] is not None and known[1].is_away()",
+        "known[1] is not None",
+        "test_fsdp_guards.py",
+    ),
+    fault(
+        "shards are not watched",
+        "_guards.py",
+        "            if source is not None and source.goes_away():\n",
+        "            if False:\n",
+        "test_fsdp_guards.py",
+    ),
+    fault(
+        "other shards are not noticed",
+        "_guards.py",
+        "            if version != then or not any(map(partial(is_, shard), source.shards()))\n",
+        "            if version != then\n",
+        "test_fsdp_guards.py",
+    ),
+    fault(
+        "a weight that is gathered for the first time counts as made inside",
+        "_guards.py",
+        "if record.made(leaf) and not _is_gathered(leaf)]",
+        "if record.made(leaf)]",
+        "test_fsdp_guards.py",
+    ),
+    fault(
+        "a shard in the place of what was gathered from it counts as another weight",
+        "_guards.py",
+        " or (now is not None and are_one(then, now)):\n",
+        ":\n",
+        "test_fsdp.py",
+    ),
+    fault(
+        "a nesting that gathers twice is not told",
+        "_known.py",
+        "        self.gathers_are_known = not is_sharding()",
+        "        self.gathers_are_known = True",
+        "test_fsdp1.py",
+    ),
+    fault(
+        "a nesting that gathers once is told too",
+        "_torch.py",
+        """    return lets_go and handle._training_state.name != "BACKWARD_PRE"\n""",
+        "    return lets_go\n",
+        "test_fsdp1.py",
+    ),
+    fault(
+        "gathered weights count as activations of a block",
+        "_calls.py",
+        " or isinstance(tensor if tensor._base is None else tensor._base, Parameter):\n",
+        ":\n",
+        "test_ranks.py",
+    ),
+    fault(
+        "what was gathered counts after it was let go of",
+        "_meters.py",
+        "            elif (more := storage.nbytes() - self._sizes.get(key, 0)) and key in self._sizes:\n",
+        "            elif (more := storage.nbytes() - self._sizes.get(key, 0)) > 0 and key in self._sizes:\n",
+        "test_ranks.py",
+    ),
+    fault(
+        "a part of what is sharded is run without its weights",
+        "profile.py",
+        "        for unit in self._around:\n            unit.unshard()\n",
+        "        pass\n",
+        "test_ranks.py",
+    ),
+    fault(
+        "ranks with different models plan together",
+        "_ranks.py",
+        "    others = [rank for rank, one in enumerate(everybody) if one != everybody[0]]\n",
+        "    others: list[int] = []\n",
+        "test_ranks.py",
+    ),
     # --- Plans ---
     fault(
         "looking at a block leaves its graph behind",
@@ -395,8 +480,8 @@ FAULTS = (
     fault(
         "a weight that was replaced is not noticed",
         "_guards.py",
-        "            if then is not None and owner is not None and now is not then:\n",
-        "            if False:\n",
+        "                continue\n            return then, now\n",
+        "                continue\n",
         "test_guards.py::test_a_bias_that_was_replaced",
         "test_guards.py::test_a_weight_that_was_replaced",
     ),
