@@ -27,7 +27,9 @@ def facts(plan):
     """What must be the same on all ranks."""
     data = plan.to_dict()
     decided = [(block["name"], block["decisions"]) for block in data["blocks"]]
-    return {name: data[name] for name in ("budget", "predicted", "measured", "shapes", "notes")} | {"decided": decided}
+    return {name: data[name] for name in ("budget", "plain", "predicted", "measured", "shapes", "notes")} | {
+        "decided": decided
+    }
 
 
 def on_replicas(rank):
@@ -176,6 +178,13 @@ def test_all_ranks_have_the_same_plan(ranks):
 def test_it_holds_on_the_rank_that_needs_most(ranks):
     for how, plan in plans(ranks).items():
         assert plan["measured"]["peak"] <= plan["budget"], how
+
+
+def test_what_is_gathered_counts_for_as_long_as_it_is_there(ranks):
+    peaks = {how: plan["plain"]["peak"] for how, plan in plans(ranks).items()}
+    weights = 4 * sum(one.numel() for one in made().parameters())
+    # Beside the shards, which are half of them, all are there at once or those of one layer, or of two, are.
+    assert weights / 3 < peaks["layers, held"] - peaks["layers"] < weights
 
 
 def test_gradients_are_reduced(ranks):
