@@ -162,7 +162,8 @@ def tensor_parallel(rank):
     given = {}
     expected, _ = train(None, a_batch(), prepare=split)
     for name, policy in (("recompute", None), ("collectives", recollect.policies.save_collectives)):
-        decision = recollect.Recompute(policy=policy, inputs=recollect.Shard(mesh, min_bytes=0))
+        # Of which mesh it is, the weights say.
+        decision = recollect.Recompute(policy=policy, inputs=recollect.Shard("tp", min_bytes=0))
         grads, counts = train(decision, a_batch(), prepare=split)
         given[name] = {"equal": equal(grads, expected), "backward": counts["backward"], "kept": counts["kept"]}
     return given
@@ -632,6 +633,7 @@ def test_ranks_are_named_by_dimension_mesh_or_group(results, way):
 def test_a_name_alone_needs_a_mesh_that_is_entered(results):
     message = results.same("two_dimensions")["no mesh"]
     assert "inputs=Shard('tp') does not say of which mesh" in message
+    assert "none of its arguments, nor of the weights of its module, is a DTensor" in message
     assert "Pass mesh=" in message
 
 

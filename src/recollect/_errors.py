@@ -182,7 +182,8 @@ def no_process_group(shard: str) -> RuntimeError:
 def no_mesh(shard: str) -> RuntimeError:
     return RuntimeError(
         f"inputs={shard} does not say of which mesh: no mesh is entered where the region is called, and none of its "
-        "arguments is a DTensor. Pass mesh=, or the mesh itself: recollect.Shard(mesh['tp'])"
+        "arguments, nor of the weights of its module, is a DTensor. Pass mesh=, or the mesh itself: "
+        "recollect.Shard(mesh['tp'])"
     )
 
 

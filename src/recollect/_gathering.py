@@ -370,7 +370,7 @@ def _bits(tensor: Tensor) -> list[int]:
     return found
 
 
-def gather_later(shard: Shard, tensors: Sequence[Tensor]) -> Gathering | None:
+def gather_later(shard: Shard, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Gathering | None:
     """What keeps the inputs of a region in parts; None if there is but one rank to keep them."""
-    team = team_of(shard, tensors)
+    team = team_of(shard, function, tensors)
     return Gathering(team, shard) if len(team) > 1 else None

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, distributed
+from torch.nn import Module
 
 from recollect import _errors
 from recollect._sizes import MIN_BYTES, bytes_of
@@ -43,7 +45,7 @@ class Shard:
         over: A dimension of the mesh, by name or by number; a device mesh of one dimension, such as `mesh["tp"]`; or a
             process group.
         mesh: The device mesh of the dimension. By default the one that is entered (`with mesh:`) where the region is
-            called, or else that of a DTensor among its arguments.
+            called, or else that of a DTensor among its arguments or the weights of its module.
         min_bytes: Smaller tensors stay where they are. A number of bytes or a string such as "1 MiB".
 
     Example:
@@ -126,11 +128,11 @@ _teams: weakref.WeakKeyDictionary[Any, Team] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def team_of(shard: Shard, tensors: Sequence[Tensor]) -> Team:
-    """The ranks that a decision means where a region is called with these tensors."""
+def team_of(shard: Shard, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Team:
+    """The ranks that a decision means where a function is called as a region, with these tensors."""
     if not (distributed.is_available() and distributed.is_initialized()):
         raise _errors.no_process_group(repr(shard))
-    group = _group_of(shard, tensors)
+    group = _group_of(shard, function, tensors)
     if not (is_group(group) and group_exists(group)):
         raise _errors.not_a_member(repr(shard))
     team = _teams.get(group)
@@ -142,7 +144,7 @@ def team_of(shard: Shard, tensors: Sequence[Tensor]) -> Team:
     return team
 
 
-def _group_of(shard: Shard, tensors: Sequence[Tensor]) -> Any:
+def _group_of(shard: Shard, function: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
     over = shard.over
     if is_group(over):
         return over
@@ -152,7 +154,9 @@ def _group_of(shard: Shard, tensors: Sequence[Tensor]) -> Any:
     if mesh is None:
         mesh = current_mesh()
     if mesh is None:
-        mesh = next((found for found in map(mesh_of, tensors) if found is not None), None)
+        owner = getattr(function, "__self__", function)
+        weights = owner.parameters() if isinstance(owner, Module) else ()
+        mesh = next((found for found in map(mesh_of, chain(tensors, weights)) if found is not None), None)
     if mesh is None:
         raise _errors.no_mesh(repr(shard))
     return mesh.get_group(_dimension(over, mesh))

@@ -154,7 +154,7 @@ class Frame:
         """Where the inputs wait for the replay."""
         if isinstance(decision, Offload):
             return hooks_into(store_of(decision), _inputs_are_checked)
-        self.gathering = gather_later(decision, tensors)
+        self.gathering = gather_later(decision, self.function, tensors)
         return None if self.gathering is None else self.gathering.hooks
 
     def region(self) -> str:
