@@ -90,6 +90,7 @@ FAULTS = (
         "            if not stays and after - kept[i - 1] <= self._longest[i - 1]:\n",
         "            if after - kept[i - 1] <= self._longest[i - 1]:\n",
         "test_schedules_online.py",
+    ),
     # --- Parameters that are sharded between ranks ---
     fault(
         "a step on shards is not seen where they are gathered",
