@@ -8,6 +8,8 @@ from torch.distributed.fsdp import fully_shard
 import recollect
 from models import Layer, Stack
 from process_group import collectives, result, run_on_ranks
+from recollect._bench import Bench
+from recollect._calls import watch_calls
 
 LAYERS = 6
 
@@ -90,6 +92,16 @@ def on_shards(rank):
     return found
 
 
+def what_is_saved(rank):
+    """Bytes that autograd saves in a step, weights apart, sharded or not."""
+    found = []
+    for model in (made(), *(shard(made(), how) for how in SHARDED)):
+        bench = Bench(model, batch_of(rank), None, None)
+        root, _ = watch_calls(model, bench.outside, bench.forward)
+        found.append(root.bytes() // (1 + rank))
+    return found
+
+
 def total(counts):
     return sum(counts)
 
@@ -153,7 +165,10 @@ def with_a_layer_that_fails_on_one_rank(rank):
 
 SCENARIOS = {
     one.__name__: one
-    for one in (on_replicas, on_shards, in_a_pipeline, what_is_refused, with_a_layer_that_fails_on_one_rank)
+    for one in (
+        *(on_replicas, on_shards, what_is_saved, in_a_pipeline, what_is_refused),
+        with_a_layer_that_fails_on_one_rank,
+    )
 }
 
 
@@ -185,6 +200,11 @@ def test_what_is_gathered_counts_for_as_long_as_it_is_there(ranks):
     weights = 4 * sum(one.numel() for one in made().parameters())
     # Beside the shards, which are half of them, all are there at once or those of one layer, or of two, are.
     assert weights / 3 < peaks["layers, held"] - peaks["layers"] < weights
+
+
+def test_what_is_gathered_is_no_activation(ranks):
+    found = result(ranks, "what_is_saved")
+    assert found == [found[0]] * (1 + len(SHARDED))
 
 
 def test_gradients_are_reduced(ranks):
