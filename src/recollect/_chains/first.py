@@ -146,7 +146,8 @@ class FirstRun:
         while step < stop:
             function = self.chain.function(step)
             shown = self._shown.get((id(function), self.needs))
-            if hold or shown is None or self._unread.get(id(function)):
+            # As long as nothing needs grad, there is nothing to hold either, and no pass that would notice more.
+            if hold or shown is None or self._unread.get(id(function)) or not any(self.needs):
                 self._run_with_graph(step, function, hold=hold)
                 step += 1
             else:
@@ -257,7 +258,10 @@ class FirstRun:
         chain = self.chain
         is_repeated = chain.sole is not None or chain.counts[id(function)] > 1
         if not is_repeated and isinstance(function, torch.nn.Module):
-            for module in chain.meet(function).modules():  # those inside of it; faster than `buffers()`
+            modules = chain.meet(function).modules()
+            if len(modules) == 1:  # it has no others inside, or very many
+                chain.others.update((id(buffer), buffer) for buffer in function.buffers())
+            for module in modules if len(modules) > 1 else ():  # faster than `buffers()`
                 for buffer in own_tensors(module)[1].values():
                     if buffer is not None:
                         chain.others[id(buffer)] = buffer
