@@ -100,7 +100,7 @@ def revolve(length: int, slots: int) -> Schedule:
           4 o>-<
           5 o<
         <BLANKLINE>
-            o kept   > run   # run, graph held   = graph held   < differentiated
+            o kept  > run  # run, graph held  = graph held  < differentiated
         >>> revolve(1000, 10).cost()
         3636
     """
@@ -152,7 +152,7 @@ def rotor(chain: Chain, budget: int, *, levels: int = LEVELS) -> Schedule:
           2 o    <o<
           3 o<-<
         <BLANKLINE>
-            o kept   > run   # run, graph held   = graph held   < differentiated
+            o kept  > run  # run, graph held  = graph held  < differentiated
         >>> rotor(chain, 200).cost()
         0
         >>> rotor(chain, 50)
@@ -210,7 +210,7 @@ def hrevolve(
          11 0 0<
          12 0<
         <BLANKLINE>
-            0-1 kept in that tier   > run   # run, graph held   = graph held   < differentiated
+            0-1 kept (tier)  > run  # run, graph held  = graph held  < differentiated
         >>> schedule.cost(), schedule.peak("cpu")
         (23.0, 2)
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
+from textwrap import wrap
 
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
 from recollect._schedules.simulator import Counts
@@ -29,7 +30,8 @@ def draw(
     counts: Counts,
 ) -> str:
     """The drawing, in lines."""
-    lines = [*_title(name, length, tiers, slots, counts), ""]
+    title = _title(name, length, tiers, slots, counts)
+    lines = [*(line for text in title for line in wrap(text, WIDTH)), ""]
     if 2 * length <= _COLUMNS:
         rows = [f"{number:>{_MARGIN - 1}} {row}" for number, row in enumerate(_rows(actions, length, len(tiers)), 1)]
         if len(rows) > ROWS:
@@ -61,8 +63,8 @@ def _of(number: int, what: str) -> str:
 
 
 def _legend(tiers: int) -> str:
-    kept = "o kept" if tiers == 1 else f"0-{tiers - 1} kept in that tier"
-    return f"{'':{_MARGIN}}{kept}   > run   # run, graph held   = graph held   < differentiated"
+    kept = "o kept" if tiers == 1 else f"0-{tiers - 1} kept (tier)"
+    return f"{'':{_MARGIN}}{kept}  > run  # run, graph held  = graph held  < differentiated"
 
 
 def _rows(actions: Iterable[Action], length: int, tiers: int) -> Iterator[str]:
@@ -131,17 +133,20 @@ def _summary(actions: Iterable[Action], length: int, tiers: int) -> list[str]:
     columns = min(_COLUMNS - 1, length)
     changes = [0] * (length + 1)
     kept: dict[int, set[int]] = {}
+    graphs: set[int] = set()
     held: set[int] = set()
     forward_ended = False
     for action in actions:
         if isinstance(action, Forward):
             changes[action.start] += 1
             changes[action.stop] -= 1
-            if action.graph and not forward_ended:
-                held.add(action.start)
+            if action.graph:
+                graphs.add(action.start)
+                if not forward_ended and action.stop < length:  # that of the last step is there always
+                    held.add(action.start)
         elif isinstance(action, Backward):
             forward_ended = True
-            if action.step not in held:
+            if action.step not in graphs:
                 changes[action.step] += 1
                 changes[action.step + 1] -= 1
         elif forward_ended:
@@ -161,9 +166,9 @@ def _summary(actions: Iterable[Action], length: int, tiers: int) -> list[str]:
         mean = (2 * sum(runs[step] for step in steps) + len(steps)) // (2 * len(steps))  # rounded, halves upwards
         times.append(str(mean) if mean < int(_MOST) else _MOST)
     margin = " " * _MARGIN
-    kinds = "o" if tiers == 1 else f"0-{tiers - 1}: in that tier"
+    kinds = "o" if tiers == 1 else f"0-{tiers - 1}: tier"
     return [
-        f"{margin}kept when the forward ends ({kinds}; # a graph), {_of(-(-length // columns), 'step')} a column:",
+        f"{margin}kept when the forward ends ({kinds}; # graph), {_of(-(-length // columns), 'step')} a column:",
         margin + "".join(states),
         f"{margin}how often a step is run, on the average ({_MOST}: or more):",
         margin + "".join(times),

@@ -15,9 +15,9 @@ possible, if and only if gap i is at most b(c - i, r) long, for all i, the open 
    is one always. (Take the first, but for those: its gap is part of the one between two of them, which is allowed.)
 
 For r <= 1, so up to l = b(c, 2) = (c + 1)(c + 2) / 2, the number of extra forwards is the least possible too: all slots
-are in use, and Revolve needs no more for gaps of these lengths. Beyond that no online schedule is the best one for all
-l. By 3., what goes is what is worth least, for a state that is close to the end covers a short gap: in measurements
-about 1% over Revolve with 8 slots or more, and at most 12% with any number.
+are in use, and Revolve needs no more for gaps of these lengths. Beyond that there are a few more. By 3. what goes is
+worth little, for a state that is close to the end covers a short gap. Measured up to 5,000 steps, there are at most
+12.2% more extra forwards than with Revolve for 2 slots, 5.0% for 5, 1.1% for 10, 0.3% for 20.
 
 A state is worth a slot only if another step follows the one that starts from it: `decide(i)` is therefore about state
 i - 1. An executor has that at hand: it was what the step took that has just been run.

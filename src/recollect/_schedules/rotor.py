@@ -91,6 +91,29 @@ def _actions(curves: _Curves, chain: Chain, room: int) -> list[Action]:
     return actions
 
 
+def _names(kind: list[int], amounts: int, levels: int) -> list[list[int]]:
+    """A number for every piece, the same for pieces of equal steps.
+
+    Raises:
+        ScheduleError: If there are so many that their curves would take too much memory, and time.
+    """
+    n = len(kind)
+    names: dict[tuple[int, int], int] = {}
+    name: list[list[int]] = []
+    if 6 * n * n <= _MOST:
+        for s in range(n):
+            row = [-1] * n
+            for t in range(s, n):
+                row[t] = names.setdefault((row[t - 1] if t > s else -1, kind[t]), len(names))
+            name.append(row)
+    if not name or 2 * len(names) * amounts + 6 * n * n > _MOST:
+        raise ScheduleError(
+            f"chain must be shorter, or levels fewer, or more of its steps alike: {n} steps with {levels} levels take "
+            "too much memory to plan. Take several steps as one; or, where all are alike, use revolve"
+        )
+    return name
+
+
 class _Curves:
     """For every piece: the fewest bytes it takes, and the least extra time over memory.
 
@@ -104,7 +127,7 @@ class _Curves:
         self._times = [0, *accumulate(chain.forward_times)]
         self._set_amounts(levels)
         kinds: dict[object, int] = {}
-        self._kind = [
+        kind = [
             kinds.setdefault(numbers, len(kinds))
             for numbers in zip(
                 chain.forward_times,
@@ -117,37 +140,34 @@ class _Curves:
             )
         ]
         self._set_ranges(all_differ=len(kinds) == n)
+        self._name = _names(kind, len(self._amounts), levels)
         self.least = [[0] * n for _ in range(n)]
         self._extra: list[list[list[float]]] = [[[]] * n for _ in range(n)]
         self._needs: list[list[array[int]]] = [[array("q")] * n for _ in range(n)]
         # The same, less the state that the piece starts from: `extra` at amounts[k] - a(s).
         self._right: list[list[list[float]]] = [[[]] * n for _ in range(n)]
         self._good = [[0] * n for _ in range(n)]  # a cut that was good, to be tried first nearby
-        names: dict[tuple[int, int], int] = {}
-        name = [[0] * n for _ in range(n)]
+        self._make_all()
+
+    def _make_all(self) -> None:
+        chain, n = self._chain, self._chain.length
         made: dict[int, tuple[int, int]] = {}
         moved: dict[tuple[int, int], list[float]] = {}
         for t in range(n):
             for s in range(t, -1, -1):
-                before = -1 if s == t else name[s][t - 1]
-                own = name[s][t] = names.setdefault((before, self._kind[t]), len(names))
-                if own in made:
-                    i, j = made[own]
+                name = self._name[s][t]
+                if name in made:
+                    i, j = made[name]
                     self.least[s][t], self._good[s][t] = self.least[i][j], self._good[i][j] + s - i
                     self._extra[s][t], self._needs[s][t] = self._extra[i][j], self._needs[i][j]
                 else:
-                    if (len(made) + len(moved)) * len(self._amounts) > _MOST:
-                        raise ScheduleError(
-                            f"chain must be shorter, have more steps that are alike, or levels be less: {n} steps with "
-                            f"{levels} levels take too much memory to plan"
-                        )
-                    made[own] = (s, t)
+                    made[name] = (s, t)
                     self._make(s, t)
                 if s and self.least[s][t] <= self._room:
                     held = chain.output_bytes[s - 1]
-                    if (own, held) not in moved:
-                        moved[own, held] = self._moved(s, t, held, self.least[s][t] + held, 1, self._top)
-                    self._right[s][t] = moved[own, held]
+                    if (name, held) not in moved:
+                        moved[name, held] = self._moved(s, t, held, self.least[s][t] + held, 1, self._top)
+                    self._right[s][t] = moved[name, held]
 
     def _set_amounts(self, levels: int) -> None:
         chain, room = self._chain, self._room
@@ -278,13 +298,22 @@ class _Curves:
 
     def _moved(self, s: int, t: int, held: int, low: int, lowest: int, highest: int) -> list[float]:
         """The extra time at amounts[lowest] to amounts[highest] less `held` bytes, where `low` are needed for it."""
-        extra, needs, amounts = self._extra[s][t], self._needs[s][t], self._amounts
         shift, first = held // self._unit, max(lowest, self._level(low))
-        moved = [inf] * min(first, self._top + 1)
-        for k in range(first, highest + 1):
-            i = k - shift
-            moved.append(extra[i] if needs[i] + held <= amounts[k] else extra[i - 1])
-        moved += [inf] * (self._top + 1 - len(moved))
+        if first > highest:
+            return [inf] * (self._top + 1)
+        extra, needs, start, stop = self._extra[s][t], self._needs[s][t], first - shift, highest - shift + 1
+        moved = [inf] * first
+        moved += [
+            here if need + held <= amount else below
+            for here, below, need, amount in zip(
+                extra[start:stop],
+                extra[start - 1 : stop - 1],
+                needs[start:stop],
+                self._amounts[first : highest + 1],
+                strict=True,
+            )
+        ]
+        moved += [inf] * (self._top - highest)
         return moved
 
     def _needs_moved(self, s: int, t: int, held: int, k: int) -> int:
