@@ -40,6 +40,57 @@ def fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 
 
 FAULTS = (
+    # --- Schedules ---
+    fault(
+        "a state is kept where its step is the only one",
+        "_schedules/revolve.py",
+        "            kept = stop - start > 1  # a single step is differentiated from the running state\n",
+        "            kept = True\n",
+        "test_schedules_revolve.py",
+    ),
+    fault(
+        "the simulator lets one slot too many pass",
+        "_schedules/simulator.py",
+        "        if limit is not None and len(holders) >= limit:\n",
+        "        if limit is not None and len(holders) > limit:\n",
+        "test_schedules.py",
+    ),
+    fault(
+        "a state that a graph made is counted twice",
+        "_schedules/simulator.py",
+        "            self._running.in_graph = True\n            return\n",
+        "            return\n",
+        "test_schedules.py",
+        "test_schedules_rotor.py",
+    ),
+    fault(
+        "the sweep to a cut may take any memory",
+        "_schedules/rotor.py",
+        "            max(sweep, chain.output_bytes[step] + self.least[step + 1][t], own_least[step])\n",
+        "            max(chain.output_bytes[step] + self.least[step + 1][t], own_least[step])\n",
+        "test_schedules_rotor.py",
+    ),
+    fault(
+        "amounts in between are rounded upwards",
+        "_schedules/rotor.py",
+        "            here if need + held <= amount else below\n",
+        "            here\n",
+        "test_schedules_rotor.py",
+    ),
+    fault(
+        "bends downwards are not noticed",
+        "_schedules/hrevolve.py",
+        "                self.is_convex = False\n",
+        "                pass\n",
+        "test_schedules_hrevolve.py",
+    ),
+    fault(
+        "states that have to stay are dropped",
+        "_schedules/online.py",
+        "            if not stays and after - kept[i - 1] <= self._longest[i - 1]:\n",
+        "            if after - kept[i - 1] <= self._longest[i - 1]:\n",
+        "test_schedules_online.py",
+    ),
     # --- Plans ---
     fault(
         "looking at a block leaves its graph behind",
