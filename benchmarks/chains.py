@@ -16,7 +16,7 @@ All run interleaved in one process, on one thread of the CPU, in a new random or
 rounds counts, in seconds of the processor. Gradients are compared with those of the plain chain, bit for bit.
 
     python benchmarks/chains.py [--rounds 5] [--models lstm ode wave] [--lengths 100 1000 10000] [--plots FOLDER]
-                                [--json chains.json] [--quick]
+                                [--json chains.json] [--skip-overhead] [--quick]
 """
 
 from __future__ import annotations
@@ -335,21 +335,7 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
         plots.Figure(points, labels).write_html(file, include_plotlyjs="cdn")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--lengths", nargs="*", type=int, default=[100, 1000, 10_000])
-    parser.add_argument("--plots", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="shows that it runs")
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.lengths = 1, [100]
-    torch.set_num_threads(1)
-    print(describe_machine() + f", checkpoint_schedules {version_of('checkpoint_schedules')}\n")
-    models = [MODELS[name]() for name in options.models]
-    measured = {model.name: overhead(model, 4 * options.rounds) for model in (small(), *models)}
+def print_overhead(measured: dict[str, tuple[float, float, float, float]]) -> None:
     print_table(
         ["us", "forward by hand", "recollect adds", "differentiated by hand", "recollect adds"],
         [
@@ -358,6 +344,27 @@ def main() -> None:
         ],
     )
     print("The aims are 15 us per forward and 60 us per differentiated step.\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--lengths", nargs="*", type=int, default=[100, 1000, 10_000])
+    parser.add_argument("--plots", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--skip-overhead", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="shows that it runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.lengths = 1, [100]
+    torch.set_num_threads(1)
+    print(describe_machine() + f", checkpoint_schedules {version_of('checkpoint_schedules')}\n")
+    models = [MODELS[name]() for name in options.models]
+    measured = {}
+    if not options.skip_overhead:
+        measured = {model.name: overhead(model, 4 * options.rounds) for model in (small(), *models)}
+        print_overhead(measured)
     rows = []
     for model in models:
         for length in options.lengths:
