@@ -12,10 +12,11 @@ equations for the two numbers.
 the schedules of `checkpoint_schedules` (PyPI) driven by hand, where it is installed; and recollect, with several
 numbers of slots. Bytes are those of storages that are alive, followed by a dispatch mode in runs of their own.
 
-All run interleaved in one process, in a new random order every round; the least time of all rounds counts. Gradients
-are compared with those of the plain chain, bit for bit where the chain is the only one to add to them.
+All run interleaved in one process, on one thread of the CPU, in a new random order every round; the least time of all
+rounds counts, in seconds of the processor. Gradients are compared with those of the plain chain, bit for bit.
 
-    python benchmarks/chains.py [--rounds 5] [--longest 10000] [--plots FOLDER] [--json chains.json] [--quick]
+    python benchmarks/chains.py [--rounds 5] [--models lstm ode wave] [--lengths 100 1000 10000] [--plots FOLDER]
+                                [--json chains.json] [--skip-overhead] [--quick]
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ def wave() -> Model:
     return Model("wave", step, (pulse, pulse.clone()), [speed])
 
 
+MODELS = {"lstm": lstm, "ode": ode, "wave": wave}
+
+
 def loss_of(state: State) -> Tensor:
     loss: Tensor = state[0].square().mean()
     return loss
@@ -127,7 +131,7 @@ def with_recollect(model: Model, length: int, slots: int) -> None:
 
 def by_hand_with_peer(model: Model, length: int, slots: int) -> None:
     """What a user of `checkpoint_schedules` writes: no random numbers, no checks, gradients added up in `.grad`."""
-    schedule = peer.Revolve(length, slots)
+    schedule = peer.MultistageCheckpointSchedule(length, slots, 0)  # its fastest to make, and optimal
     kept: dict[int, State] = {}
     state, graph, grads = model.first, None, None
     for action in schedule:
@@ -174,10 +178,11 @@ def detached(state: State) -> State:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
+    """Of this process: all runs on one thread, and others on the machine shall not count."""
     gc.collect()
-    start = time.perf_counter()
+    start = time.process_time()
     work()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def peak_of(model: Model, work: Callable[[], object]) -> int:
@@ -217,7 +222,7 @@ def segments_of(length: int) -> Iterator[int]:
 
 
 def slots_of(length: int) -> list[int]:
-    return [slots for slots in (10, 30, 100, 300) if slots < length]
+    return [slots for slots in ((10, 30, 100) if length <= 1000 else (30, 100, 300)) if slots < length]
 
 
 def compare(model: Model, length: int, rounds: int) -> list[dict[str, Any]]:
@@ -230,16 +235,14 @@ def compare(model: Model, length: int, rounds: int) -> list[dict[str, Any]]:
     contestants[f"checkpoint_sequential, {segments} segments"] = partial(with_stock, model, length, segments)
     for slots in slots_of(length):
         contestants[f"recollect, {slots} slots"] = partial(with_recollect, model, length, slots)
-    if peer is not None and length <= 1000:  # it takes a table of length times slots to make the schedule
+    if peer is not None:
         for slots in slots_of(length)[:2]:
             name = f"checkpoint_schedules by hand, {slots} slots"
             contestants[name] = partial(by_hand_with_peer, model, length, slots)
-    wanted = grads_of(model, contestants["plain"])
-    equal = {
-        name: "yes" if all(map(torch.equal, grads_of(model, work), wanted)) else "no"
-        for name, work in contestants.items()
-    }
-    peaks = {name: peak_of(model, work) for name, work in contestants.items()}
+    peaks, grads = {}, {}
+    for name, work in contestants.items():
+        grads[name] = grads_of(model, lambda name=name, work=work: peaks.update({name: peak_of(model, work)}))  # type: ignore[misc]
+    equal = {name: "yes" if all(map(torch.equal, found, grads["plain"])) else "no" for name, found in grads.items()}
     seconds = interleaved(contestants, rounds, model)
     return [
         {
@@ -332,19 +335,7 @@ def plot(rows: list[dict[str, Any]], folder: Path) -> None:
         plots.Figure(points, labels).write_html(file, include_plotlyjs="cdn")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--longest", type=int, default=10_000)
-    parser.add_argument("--plots", type=Path)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--quick", action="store_true", help="shows that it runs")
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.longest = 1, 100
-    torch.set_num_threads(1)
-    print(describe_machine() + f", checkpoint_schedules {version_of('checkpoint_schedules')}\n")
-    measured = {model.name: overhead(model, 4 * options.rounds) for model in (small(), lstm(), ode(), wave())}
+def print_overhead(measured: dict[str, tuple[float, float, float, float]]) -> None:
     print_table(
         ["us", "forward by hand", "recollect adds", "differentiated by hand", "recollect adds"],
         [
@@ -353,12 +344,31 @@ def main() -> None:
         ],
     )
     print("The aims are 15 us per forward and 60 us per differentiated step.\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--lengths", nargs="*", type=int, default=[100, 1000, 10_000])
+    parser.add_argument("--plots", type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--skip-overhead", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="shows that it runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.lengths = 1, [100]
+    torch.set_num_threads(1)
+    print(describe_machine() + f", checkpoint_schedules {version_of('checkpoint_schedules')}\n")
+    models = [MODELS[name]() for name in options.models]
+    measured = {}
+    if not options.skip_overhead:
+        measured = {model.name: overhead(model, 4 * options.rounds) for model in (small(), *models)}
+        print_overhead(measured)
     rows = []
-    for make in (lstm, ode, wave):
-        for length in (100, 1000, 10_000):
-            if length > options.longest:
-                continue
-            own = compare(make(), length, max(1, options.rounds * 100 // length) if length > 1000 else options.rounds)
+    for model in models:
+        for length in options.lengths:
+            own = compare(model, length, options.rounds if length <= 1000 else 1 + options.rounds // 5)
             rows += own
             plain = own[0]
             print(f"{plain['model']}, {length:,} steps")

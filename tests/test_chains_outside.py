@@ -210,6 +210,29 @@ def test_a_step_that_needs_grad_only_later():
         y.sum().backward()
 
 
+def test_what_needs_grad_only_on_the_way_is_not_missed():
+    class Hidden:
+        __slots__ = ("weight",)
+
+    hidden = Hidden()
+    hidden.weight = torch.rand(3, requires_grad=True)
+
+    def step(state):
+        h, i = state
+        return (h * hidden.weight if i == 5 else h * 2), i + 1
+
+    compare(step, (torch.ones(3), 0), 9, [hidden.weight], first=lambda state: state[0])
+
+    def with_output(state):
+        h, i = state
+        return (h * 2, i + 1), (hidden.weight * 2 if i == 5 else torch.ones(3))
+
+    (y, _), outputs = run(with_output, (torch.ones(3, requires_grad=True), 0), 9, outputs=True)
+    assert not outputs[5].requires_grad
+    with pytest.raises(CheckpointError, match="gradient would be missing"):
+        y.sum().backward()
+
+
 def test_weights_in_the_state():
     weight = torch.rand(3, requires_grad=True)
     compare(lambda state: (state[0] * state[1].sin(), weight), (torch.ones(3), weight), 7, [weight], first=sum_of)

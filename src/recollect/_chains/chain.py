@@ -22,7 +22,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -148,6 +148,7 @@ class Chain:
         self._other_versions: list[int] = []
         self.cuts: list[int] = []  # places of tensors from outside for which leaves stand
         self.steps_then = 0
+        self._output_needs = b""
         self._output_starts: list[int] = []  # how many tensors all steps before a step gave besides
         self.pending: Pending | None = None
         self._lock = threading.Lock()
@@ -210,13 +211,18 @@ class Chain:
 
     # --- What steps give besides ---
 
-    def note_outputs(self, counts: Iterable[int]) -> None:
-        """Note how many tensors each step gave."""
-        self._output_starts = list(accumulate(counts, initial=0))
+    def note_outputs(self, needs: Sequence[Needs]) -> None:
+        """Note how many tensors each step gave, and which of them need grad."""
+        self._output_starts = list(accumulate(map(len, needs), initial=0))
+        self._output_needs = bytes(chain.from_iterable(needs))
 
     def output_count(self, step: int) -> int:
         starts = self._output_starts
         return starts[step + 1] - starts[step]
+
+    def output_needs(self, step: int) -> bytes:
+        starts = self._output_starts
+        return self._output_needs[starts[step] : starts[step + 1]]
 
     # --- From the first run to the passes ---
 

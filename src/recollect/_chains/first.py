@@ -30,12 +30,12 @@ from recollect._chains.chain import (
 from recollect._chains.cuts import find_cuts
 from recollect._chains.kept import Kept, Slots
 from recollect._chains.notes import Stepping
-from recollect._chains.outside import Edge, Looking, StepOf, edge_of, leads_to, reachable
+from recollect._chains.outside import Edge, Looking, Search, StepOf, edge_of, leads_to, reachable
 from recollect._chains.structure import Mismatch, Structure
 from recollect._digest import copies, digest
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
 from recollect._schedules.online import Online
-from recollect._torch import can_be_recorded, sequence_number, set_grad_enabled, storage_key
+from recollect._torch import can_be_recorded, own_tensors, sequence_number, set_grad_enabled, storage_key
 from recollect._verify import signature
 
 
@@ -60,6 +60,7 @@ class FirstRun:
         self._unread: dict[int, dict[Any, Tensor]] = {}  # by function: tensors that it has and that nothing has read
         self._kept: Kept | None = None  # the running state, if it is kept
         self._met: set[int] = set()
+        self._search = Search()
 
     # --- Actions ---
 
@@ -145,7 +146,8 @@ class FirstRun:
         while step < stop:
             function = self.chain.function(step)
             shown = self._shown.get((id(function), self.needs))
-            if hold or shown is None or self._unread.get(id(function)):
+            # As long as nothing needs grad, there is nothing to hold either, and no pass that would notice more.
+            if hold or shown is None or self._unread.get(id(function)) or not any(self.needs):
                 self._run_with_graph(step, function, hold=hold)
                 step += 1
             else:
@@ -255,10 +257,16 @@ class FirstRun:
         """Note what a function has, and may read in another step than the one that is looked at."""
         chain = self.chain
         is_repeated = chain.sole is not None or chain.counts[id(function)] > 1
-        if not is_repeated and isinstance(function, torch.nn.Module):  # it has no more than it shows
-            chain.others.update((id(buffer), buffer) for buffer in function.buffers())
+        if not is_repeated and isinstance(function, torch.nn.Module):
+            modules = chain.meet(function).modules()
+            if len(modules) == 1:  # it has no others inside, or very many
+                chain.others.update((id(buffer), buffer) for buffer in function.buffers())
+            for module in modules if len(modules) > 1 else ():  # faster than `buffers()`
+                for buffer in own_tensors(module)[1].values():
+                    if buffer is not None:
+                        chain.others[id(buffer)] = buffer
             return
-        found = reachable(function)
+        found = reachable(function) if is_repeated else self._search.new_in(function)
         chain.others.update((id(tensor), tensor) for tensor in found if not tensor.requires_grad)
         if is_repeated:
             self._unread[id(function)] = {

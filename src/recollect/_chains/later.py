@@ -174,8 +174,12 @@ class Pass:
         for result, needed in zip(results, chain.needs[step + 1], strict=True):
             if result.requires_grad and not needed:
                 raise _errors.needs_more(chain.describe(step))
-        if chain.options.outputs and len(outputs) != chain.output_count(step):
-            raise _errors.other_outputs(chain.describe(step), chain.output_count(step), len(outputs))
+        if chain.options.outputs:
+            if len(outputs) != chain.output_count(step):
+                raise _errors.other_outputs(chain.describe(step), chain.output_count(step), len(outputs))
+            for output, is_needed in zip(outputs, chain.output_needs(step), strict=True):
+                if output.requires_grad and not is_needed:
+                    raise _errors.needs_more(chain.describe(step))
         then = self.looks.pop(step + 1, None)
         if then is not None:
             self._compare(step, then, leaves)

@@ -84,6 +84,7 @@ def _results(chain: Chain, run: FirstRun, actions: Actions) -> Any:
         tensor = leaves[place]
         if id(tensor) not in of:
             of[id(tensor)] = add(tensor, needed)
+    output_needs = [those for _, _, those in run.outputs]
     outputs = [
         (structure, each, [add(each[place], needed) for place, needed in zip(structure.tensors, those, strict=True)])
         for structure, each, those in run.outputs
@@ -91,7 +92,7 @@ def _results(chain: Chain, run: FirstRun, actions: Actions) -> Any:
     places = [of[id(leaves[place])] for place in chain.places]
     run.outputs = []
     if any(needs):
-        chain.note_outputs(len(each) for _, _, each in outputs)
+        chain.note_outputs(output_needs)
         first = chain.needs[0]
         inputs = [tensor for tensor, needed in zip(chain.tensors, first, strict=True) if needed]
         inputs += chain.outside.tensors

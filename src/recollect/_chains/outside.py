@@ -198,45 +198,51 @@ def reachable(function: Callable[..., Any]) -> list[Tensor]:
 
     More than it reads, perhaps; and what it has in other ways, deeper down or in C, is not found.
     """
-    search = _Search()
-    search.look_into(function, _DEPTH)
-    return search.found
+    return Search().new_in(function)
 
 
-class _Search:
+class Search:
+    """Looks for tensors in one function after the other, and into everything once."""
+
     def __init__(self) -> None:
-        self.found: list[Tensor] = []
+        self._found: list[Tensor] = []
         self._seen: dict[int, Any] = {}  # the values too: one that is gone could make room for another
         self._methods: set[tuple[int, int]] = set()  # of which owner, which functions
 
-    def look_into(self, value: Any, depth: int) -> None:
+    def new_in(self, function: Callable[..., Any]) -> list[Tensor]:
+        """Those that a function has, and that were not found before."""
+        self._found = []
+        self._look_into(function, _DEPTH)
+        return self._found
+
+    def _look_into(self, value: Any, depth: int) -> None:
         kind = type(value)
         if kind in _PLAIN or depth < 0 or id(value) in self._seen or len(self._seen) > _MANY:
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
-            self.found.append(value)
+            self._found.append(value)
         elif isinstance(value, Module):
             self._look_into_module(value, depth)
         elif isinstance(value, (list, tuple, deque, set, frozenset)):
             for one in value:
-                self.look_into(one, depth - 1)
+                self._look_into(one, depth - 1)
         elif isinstance(value, dict):
             for one in value.values():
-                self.look_into(one, depth - 1)
+                self._look_into(one, depth - 1)
         elif kind is FunctionType:
             self._look_into_function(value, depth)
         elif kind is MethodType:
             self._look_into_method(value.__self__, value.__func__, depth)
         elif isinstance(value, functools.partial):
             for one in (value.func, *value.args, *value.keywords.values()):
-                self.look_into(one, depth)
+                self._look_into(one, depth)
         elif not isinstance(value, type):
             wrapped = getattr(value, "__wrapped__", None)
             if wrapped is not None:
-                self.look_into(wrapped, depth)
+                self._look_into(wrapped, depth)
             for one in list(getattr(value, "__dict__", {}).values()):
-                self.look_into(one, depth - 1)
+                self._look_into(one, depth - 1)
             call = getattr(type(value), "__call__", None)  # noqa: B004 - not whether, but which
             if type(call) is FunctionType:
                 self._look_into_method(value, call, depth)
@@ -246,27 +252,27 @@ class _Search:
             self._seen[id(one)] = one
             for tensors in own_tensors(one):
                 for tensor in tensors.values():
-                    self.look_into(tensor, 0)
+                    self._look_into(tensor, 0)
             for name, value in vars(one).items():
                 if name not in _OF_MODULES:
-                    self.look_into(value, min(depth, 1))
+                    self._look_into(value, min(depth, 1))
 
     def _look_into_function(self, function: FunctionType, depth: int) -> None:
         for cell in function.__closure__ or ():
             try:
-                self.look_into(cell.cell_contents, depth)
+                self._look_into(cell.cell_contents, depth)
             except ValueError:  # nothing in it yet
                 continue
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.look_into(value, depth)
+            self._look_into(value, depth)
         around = function.__globals__
         for name in _names(function.__code__):
             if name in around:
-                self.look_into(around[name], depth - 1)
+                self._look_into(around[name], depth - 1)
 
     def _look_into_method(self, owner: Any, function: Any, depth: int) -> None:
         if type(function) is not FunctionType:
-            self.look_into(owner, depth)
+            self._look_into(owner, depth)
         elif (id(owner), id(function)) not in self._methods:
             self._methods.add((id(owner), id(function)))
             self._look_into_function(function, depth)
@@ -274,7 +280,7 @@ class _Search:
             own = _attributes(owner)
             for name in _names(function.__code__):
                 if name in own:
-                    self.look_into(own[name], depth - 1)
+                    self._look_into(own[name], depth - 1)
                 elif type(method := getattr(type(owner), name, None)) is FunctionType:
                     self._look_into_method(owner, method, depth)
 
