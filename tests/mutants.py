@@ -271,7 +271,7 @@ FAULTS = (
     fault(
         "a nesting that gathers twice is not told",
         "_known.py",
-        "        self.gathers_are_known = not is_sharding()",
+        "        self.gathers_are_known = not process_groups",
         "        self.gathers_are_known = True",
         "test_fsdp1.py",
     ),
@@ -298,7 +298,7 @@ FAULTS = (
     ),
     fault(
         "a part of what is sharded is run without its weights",
-        "profile.py",
+        "_alone.py",
         "        for unit in self._around:\n            unit.unshard()\n",
         "        pass\n",
         "test_ranks.py",
@@ -550,8 +550,8 @@ FAULTS = (
     fault(
         "the replay of another pass is served",
         "_engine/frame.py",
-        "        replay = replays.get(graph_task_id())\n",
-        "        replay = next(iter(replays.values()), None)\n",
+        "        known = replays.get(graph_task_id())\n",
+        "        known = next(iter(replays.values()), None)\n",
         "test_rules.py",
     ),
     fault(
@@ -771,14 +771,14 @@ FAULTS = (
     fault(
         "the reentrant variant does not restore the random state",
         "_engine/reentrant.py",
-        "            ctx.ambient.restore(undo)\n",
+        "        ctx.ambient.restore(undo)\n",
         "",
         "test_reentrant.py",
     ),
     fault(
         "the reentrant variant does not put the random state back",
         "_engine/reentrant.py",
-        "            undo_all(undo)\n",
+        "        undo_all(undo)\n",
         "",
         "test_reentrant.py",
     ),
@@ -958,8 +958,8 @@ FAULTS = (
     fault(
         "a pinned function leaves the random state where it was",
         "_engine/pinned.py",
-        "        entry.random.put()\n",
-        "        pass\n",
+        "            state.put()\n            break\n",
+        "            break\n",
         "test_effects.py",
     ),
     fault(
