@@ -67,6 +67,23 @@ def a_step(rank):
     return found
 
 
+def a_step_on_what_is_read(rank):
+    """A step on biases alone: functions read them, and save nothing of them."""
+    found = {}
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.endswith("bias"))
+
+    for nesting, check in itertools.product(NESTINGS, CHECKS[:2]):
+        model = trained_once(made(before=freeze, after=functools.partial(nesting, check=check)), rank)
+        optimizer = OPTIMIZERS["sgd"]([one for one in model.parameters() if one.requires_grad])
+        loss = loss_of(model, rank, 1)
+        optimizer.step()
+        found[f"{nesting.__name__} {check}"] = outcome(loss.backward)
+    return found
+
+
 def by_hand(rank):
     """A change in place of one layer's shard, a state that is loaded, shards that are put in the place of others."""
 
@@ -216,7 +233,7 @@ def nothing_stays(rank):
 SCENARIOS = {
     one.__name__: one
     for one in (
-        *(nothing_stays, a_step, by_hand, between_two_backwards, another_replay),
+        *(nothing_stays, a_step, a_step_on_what_is_read, by_hand, between_two_backwards, another_replay),
         *(without_alarm, a_step_on_what_is_held, steps_within_backward),
     )
 }
@@ -227,7 +244,7 @@ def ranks(tmp_path_factory):
     return run_on_ranks(__name__, tmp_path_factory.mktemp("guards"))
 
 
-@pytest.mark.parametrize("name", ["a_step", "between_two_backwards"])
+@pytest.mark.parametrize("name", ["a_step", "a_step_on_what_is_read", "between_two_backwards"])
 def test_a_step_before_backward_is_an_error(ranks, name):
     found = result(ranks, name)
     assert [one for one, cause in found.items() if cause is None] == []
@@ -235,7 +252,7 @@ def test_a_step_before_backward_is_an_error(ranks, name):
         assert cause.endswith(
             ("was changed in place since the forward", "was stepped by an optimizer since the forward")
         )
-        assert re.match(r"the parameter '.*inner\.[03]\.weight' of ", cause)
+        assert re.match(r"the parameter '.*inner\.[03]\.(weight|bias)' of ", cause)
 
 
 def test_a_change_by_hand_is_an_error(ranks):

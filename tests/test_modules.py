@@ -662,6 +662,15 @@ def test_a_recomputed_view_warns_once():
     assert "'1': Recompute() of recollect.apply changes nothing: autograd saves nothing in there" in message
 
 
+def test_one_that_moves_the_inputs_is_of_use(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    inputs = recollect.Offload(to="disk", directory=tmp_path, min_bytes=0)
+    recollect.apply(model, {"1": recollect.Recompute(inputs=inputs)})
+    before = recollect.offload_stats().bytes_out
+    model(torch.randn(3, 2)).sum().backward()
+    assert recollect.offload_stats().bytes_out - before == 24
+
+
 def test_a_recomputed_module_in_which_everything_is_kept():
     model = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh())))
     (message,) = warned(model, {"1": Recompute(), "1.0": Save()}, leaf(3, 4))

@@ -366,6 +366,28 @@ def test_a_debugger_is_left_alone_and_the_log_says_it(store, caplog):
     assert f"on rank 0 of 1, {LAST} fails_in_backward" in said
 
 
+def test_under_a_debugger_nothing_is_raised_either(store, monkeypatch):
+    """A backward whose process group was destroyed before it failed."""
+    lost = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+
+    def destroyed(grad):
+        distributed.destroy_process_group()
+        raise ValueError
+
+    x = leaf(3)
+    x.register_hook(destroyed)
+    y = checkpoint(fine, x).sum()
+    before = sys.gettrace()
+    sys.settrace(lambda *_: None)
+    try:
+        error_of(y.backward)
+    finally:
+        sys.settrace(before)
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    assert lost == []
+
+
 def test_a_name_keeps_nothing_alive(store):
     def region(x, factor):
         return (x * factor).sin()

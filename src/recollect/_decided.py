@@ -244,7 +244,8 @@ def _run_watched(
     options: Options,
 ) -> Any:
     """Run a region and see whether it lets go of anything that would not be there anyway."""
-    there = set(map(storage_key, find_tensors(args, kwargs)[0]))
+    # Inputs that wait elsewhere, or in parts, are not kept as they would be anyway.
+    there = set(map(storage_key, find_tensors(args, kwargs)[0])) if options.inputs is None else set()
 
     def watch(tensor: Tensor, fate: str) -> None:
         if fate == "recomputed" and not is_parameter(tensor) and storage_key(tensor) not in there:

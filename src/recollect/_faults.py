@@ -101,7 +101,8 @@ def _pass_failed(where: str) -> None:
     caller = sys._getframe(1).f_back  # who called the engine, under the callback that is being dropped
     if caller is None or sys.gettrace() is not None:
         # A thread of the engine's own was the last to hold the pass, or a debugger is at work.
-        _log.error(_said(where, None))
+        with contextlib.suppress(Exception):  # the group may have been destroyed meanwhile
+            _log.error(_said(where, None))
         return
 
     def arrives(frame: FrameType, event: str, arg: Any) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
-from recollect._torch import Sharded, flattened, fully_sharded, process_groups
+from recollect._torch import Sharded, flattened, fully_sharded, mesh_of, process_groups
 
 # By identity: what is known of a leaf, None if it is gathered from nowhere.
 _leaves: dict[int, tuple[weakref.ref[Tensor], Sharded | None]] = {}
-# By identity of a shard: what is gathered from it.
+# By identity of a shard, or of what was taken for one: what is gathered from it.
 _gathered: dict[int, dict[int, weakref.ref[Tensor]]] = {}
 
 
@@ -48,12 +48,17 @@ def _learn(leaf: Tensor, source: Sharded | None) -> tuple[weakref.ref[Tensor], S
 def _tie(leaf: Tensor, shards: Iterable[Tensor]) -> None:
     """Note what a leaf is gathered from: loading a state may put other shards in the place of those before."""
     for shard in shards:
-        there = _gathered.get(id(shard))
-        if there is None:
-            there = _gathered[id(shard)] = {}
-            weakref.finalize(shard, _gathered.pop, id(shard), None)
+        there = _gathered_from(shard)
         if id(leaf) not in there:
             there[id(leaf)] = weakref.ref(leaf, partial(_forget, there, id(leaf)))
+
+
+def _gathered_from(shard: Tensor) -> dict[int, weakref.ref[Tensor]]:
+    there = _gathered.get(id(shard))
+    if there is None:
+        there = _gathered[id(shard)] = {}
+        weakref.finalize(shard, _gathered.pop, id(shard), None)
+    return there
 
 
 def _forget(where: dict[int, Any], place: int, _: object) -> None:
@@ -62,6 +67,12 @@ def _forget(where: dict[int, Any], place: int, _: object) -> None:
 
 def changed_by_step(shard: Tensor) -> Iterator[Tensor]:
     """What was gathered from a shard that is about to be stepped, and is not there now: it will be other values."""
+    if process_groups and id(shard) not in _gathered and mesh_of(shard) is not None:
+        # Nobody has saved it: a function may read it all the same, as it does a bias.
+        _gathered_from(shard)
+        for gathered, place in fully_sharded():
+            _learn(gathered, place)
+            _tie(gathered, place.shards())
     for reference in list(_gathered.get(id(shard), {}).values()) if _gathered else ():
         leaf = reference()
         known = None if leaf is None else _leaves.get(id(leaf))
