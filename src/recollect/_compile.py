@@ -35,13 +35,16 @@ from recollect import (
     _digest,
     _errors,
     _faults,
+    _gathering,
     _generators,
     _guards,
     _inputs,
     _kept,
     _known,
+    _meshes,
     _optimizers,
     _record,
+    _shards,
     _steps,
     _torch,
     _verification,
@@ -362,7 +365,7 @@ def hand_over(
 # The other files have the functions that a user calls: Dynamo looks into those, or they say for themselves.
 HIDDEN = (
     *(_ambient, _differences, _digest, _errors, _generators, _guards, _inputs, _known, _optimizers, _record, _steps),
-    *(_faults, _kept, _torch, _verification, _verify),
+    *(_faults, _gathering, _kept, _meshes, _shards, _torch, _verification, _verify),
     *(caching, calls, frame, groups, inside, kept_region, reentrant, replay, scope, selective),
     *(chosen, courses, disk, files, flights, forms, links, media, pool, ranges, store),
 )
