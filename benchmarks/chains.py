@@ -218,7 +218,7 @@ def interleaved(contestants: dict[str, Callable[[], object]], rounds: int, model
 
 def segments_of(length: int) -> Iterator[int]:
     root = math.isqrt(length)
-    yield from sorted({max(1, root // 2), root, min(length, 2 * root)})
+    yield from sorted({max(1, root // 2), root, min(length, 2 * root)} if length <= 1000 else {root, 2 * root})
 
 
 def slots_of(length: int) -> list[int]:
