@@ -1,5 +1,6 @@
 """Chains: what steps depend on besides their state, and what is around a chain."""
 
+import contextvars
 import gc
 import random
 
@@ -166,14 +167,12 @@ def test_a_function_of_autograd_on_a_tensor_that_is_cut_off():
 
 
 def test_a_leaf_that_is_read_only_when_a_step_is_run_again():
-    class Hidden:
-        __slots__ = ("late", "weight")
-
-    hidden = Hidden()
-    hidden.weight, hidden.late = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    hidden: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("hidden")
+    hidden.set([torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)])
 
     def step(x):
-        return x * hidden.weight * (hidden.late if recollect.is_recomputing() else hidden.late.detach())
+        weight, late = hidden.get()
+        return x * weight * (late if recollect.is_recomputing() else late.detach())
 
     y = run(step, torch.ones(3), 6)
     with pytest.raises(CheckpointError, match=r"step [34] of the chain .* reads a leaf .*gradient would be missing"):
@@ -192,19 +191,17 @@ def test_a_leaf_that_a_step_makes_for_itself():
 
 
 def test_a_step_that_needs_grad_only_later():
-    class Hidden:
-        __slots__ = ("weight",)
-
-    hidden = Hidden()
-    hidden.weight = torch.rand(3, requires_grad=True)
+    weight = torch.rand(3, requires_grad=True)
+    hidden: contextvars.ContextVar[torch.Tensor] = contextvars.ContextVar("hidden")
+    hidden.set(weight)
 
     def step(state):
         h, i = state
-        return (h * hidden.weight if i == 5 else h * 2), i + 1
+        return (h * hidden.get() if i == 5 else h * 2), i + 1
 
     y, _ = run(step, (torch.ones(3), 0), 6)  # the last step, whose graph is held, reads it
     y.sum().backward()
-    assert torch.equal(hidden.weight.grad, torch.full((3,), 32.0))
+    assert torch.equal(weight.grad, torch.full((3,), 32.0))
     y, _ = run(step, (torch.ones(3, requires_grad=True), 0), 9)
     with pytest.raises(CheckpointError, match="gradient would be missing"):
         y.sum().backward()

@@ -866,6 +866,24 @@ def chain_differentiated_twice() -> RuntimeError:
     )
 
 
+def chain_in_dual_level() -> RuntimeError:
+    return RuntimeError(
+        "a chain has no forward-mode derivative, and it runs within torch.autograd.forward_ad: its tangents would be "
+        "lost. Run it under torch.no_grad(), where it is a plain loop, or pass slots of at least its length, with "
+        "which every step is a region of its own"
+    )
+
+
+def late_change(chain: str, what: str) -> CheckpointError:
+    error = CheckpointError(
+        f"steps of the chain that begins with {chain} read {what} and change it in place, not from the first one on "
+        "but later, and what it held where they are run again from is not known. Make it a part of the state, or give "
+        "the functions as a list, one for each step"
+    )
+    error.cause = f"{what} is changed in place by a later step"
+    return error
+
+
 def chain_freed() -> RuntimeError:
     return RuntimeError(
         "Trying to backward through the graph a second time: what the chain had kept was freed by the first backward. "

@@ -628,6 +628,11 @@ def _delayed_error(message: str, inputs: int) -> Any:
     return torch._C._functions.DelayedError(message, inputs)
 
 
+# Attention modules take a path of their own where no graph is made, and it rounds in other places.
+are_fast_paths_allowed: Callable[[], bool] = torch.backends.mha.get_fastpath_enabled
+set_fast_paths: Callable[[bool], None] = torch.backends.mha.set_fastpath_enabled
+
+
 def in_dual_level() -> bool:
     """Whether forward-mode AD is going on: then tensors have tangents, which are not kept."""
     return torch.autograd.forward_ad._current_level >= 0

@@ -31,7 +31,7 @@ from recollect._checkpoint import checked_options, overridden
 from recollect._engine import frame
 from recollect._engine.frame import run_region
 from recollect._sizes import bytes_of
-from recollect._torch import never_begin_in, never_look_into
+from recollect._torch import in_dual_level, never_begin_in, never_look_into
 from recollect.schedules import Schedule, ScheduleError, online, revolve
 
 Step = Callable[[Any], Any]
@@ -61,7 +61,8 @@ def sequential(
 
     Args:
         functions: An `nn.Sequential`, a list of functions or modules; or one function, for `length` steps. Each takes a
-            state and returns the next one.
+            state and returns the next one. What a step hands on to later ones has to be in the state: what it leaves
+            elsewhere, in a list or an attribute, has no gradient.
         x: The first state: a tensor, or any structure of tensors, numbers, strings and None in tuples, lists, dicts and
             dataclasses. All states have the same structure.
         length: How many steps, where `functions` is one function.
@@ -70,7 +71,9 @@ def sequential(
         budget: Bytes for everything that is kept, as a number or as "2 GiB". The steps are measured first.
         schedule: One of `recollect.schedules`, for this length.
         tiers: How many states are kept where, for example `{"device": 10, "cpu": 100, "disk": 1000}`.
-        outputs: Let every step return a pair, the next state and an output to which a loss may be attached.
+        outputs: Let every step return a pair, the next state and an output to which a loss may be attached. An output
+            is a tensor of its own, also where it is the state: the gradient at it is of what was made of it outside of
+            the chain, and it must not be changed in place.
         determinism_check: "first" compares the states of a function by value when it is run again for the first time;
             "values" always; "default" by shape, dtype and device; "none" not at all.
         preserve_rng_state: Let steps that are run again draw the same random numbers, as for `checkpoint`.
@@ -106,6 +109,8 @@ def sequential(
         return _run_plainly(steps, x, count, outputs)
     if isinstance(chosen, int) and chosen >= count:
         return _run_as_regions(steps, x, count, outputs, options)
+    if in_dual_level():
+        raise _errors.chain_in_dual_level()
     chain = Chain(steps, x, Options(options.determinism_check, options.preserve_rng_state, outputs))
     plan = _plan(chain, count, chosen)
     return node.run(chain, lambda first: first.carry_out(iter(plan), plan.length), lambda: plan)
@@ -130,7 +135,7 @@ def while_loop(
 
     Args:
         cond: Takes a state; whether another step is to be run. It has no part in the gradient, and is not asked again
-            in backward.
+            in backward: it must not change anything that steps depend on, random generators included.
         step: Takes a state and returns the next one.
         x: The first state, of any structure, as for `sequential`.
         slots: How many states are kept at a time, the first one included. Two running states and the step that is
@@ -161,6 +166,8 @@ def while_loop(
     schedule = online(checked_slots(slots))
     if not torch.is_grad_enabled():
         return _loop_plainly(cond, step, x, outputs)
+    if in_dual_level():
+        raise _errors.chain_in_dual_level()
     chain = Chain(step, x, Options(options.determinism_check, options.preserve_rng_state, outputs))
     length = 0
 
@@ -209,6 +216,14 @@ class _Budget:
 
 def _checked_functions(functions: Any, length: Any) -> tuple[Step | Sequence[Step], int]:
     is_list = isinstance(functions, (torch.nn.Sequential, torch.nn.ModuleList)) or not callable(functions)
+    has_own_forward = isinstance(functions, torch.nn.Sequential) and (
+        type(functions).forward is not torch.nn.Sequential.forward or "forward" in vars(functions)
+    )
+    if has_own_forward and length is None:
+        raise TypeError(
+            f"functions is an nn.Sequential with a forward of its own, {type(functions).__name__}, which its modules "
+            "one after the other would leave out: give them as list(functions), or it as one function with length=..."
+        )
     if length is not None and not isinstance(functions, torch.nn.ModuleList) and callable(functions):
         if not isinstance(length, int) or isinstance(length, bool):
             raise TypeError(f"length must be a number of steps, got {_errors.describe_value(length)}")

@@ -60,7 +60,7 @@ class Options:
 class Ran:
     """A step that was run with a graph: what it was given, and what it gave."""
 
-    __slots__ = ("given", "outputs", "results", "stand_ins", "step")
+    __slots__ = ("first", "given", "outputs", "results", "stand_ins", "step")
 
     def __init__(
         self,
@@ -69,8 +69,10 @@ class Ran:
         results: list[Any],
         outputs: list[Tensor],
         stand_ins: dict[int, Tensor],
+        first: int,
     ) -> None:
         self.step = step
+        self.first = first  # autograd's number of its first node
         self.stand_ins = stand_ins  # for tensors from outside, by their places: see cuts.py
         self.given = given  # for each tensor of the state the leaf that stood for it, None where it needs no grad
         self.results = results  # the tensors of the next state
@@ -146,6 +148,8 @@ class Chain:
         self.outside_versions: list[int] = []
         self.others: dict[int, Tensor] = {}  # that steps have, may read, and that need no grad
         self._other_versions: list[int] = []
+        self.late: set[int] = set()  # identities of those that steps were not seen to change, and did
+        self.makes_graphs = False  # whether steps turn grad mode on themselves
         self.cuts: list[int] = []  # places of tensors from outside for which leaves stand
         self.steps_then = 0
         self._output_needs = b""

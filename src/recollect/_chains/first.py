@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,9 +33,18 @@ from recollect._chains.notes import Stepping
 from recollect._chains.outside import Edge, Looking, Search, StepOf, edge_of, leads_to, reachable
 from recollect._chains.structure import Mismatch, Structure
 from recollect._digest import copies, digest
+from recollect._inputs import versions_of
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
 from recollect._schedules.online import Online
-from recollect._torch import can_be_recorded, own_tensors, sequence_number, set_grad_enabled, storage_key
+from recollect._torch import (
+    are_fast_paths_allowed,
+    can_be_recorded,
+    own_tensors,
+    sequence_number,
+    set_fast_paths,
+    set_grad_enabled,
+    storage_key,
+)
 from recollect._verify import signature
 
 
@@ -61,15 +70,25 @@ class FirstRun:
         self._kept: Kept | None = None  # the running state, if it is kept
         self._met: set[int] = set()
         self._search = Search()
+        # By identity, functions of which it is not known yet what they change: looked at whenever they have a graph.
+        self._new: dict[int, StepOf] = {}
+        # By function: memory of buffers that nothing has read or changed. Batch norm's changes show in no version.
+        self._unseen: dict[int, set[int]] = {}
+        self._other_versions: dict[int, int] = {}  # of what steps have, when they were met
 
     # --- Actions ---
 
     def carry_out(self, actions: Iterator[Action], length: int) -> None:
         """Carry out the actions up to the last state, and leave the rest to the first pass."""
         for action in actions:
+            if type(action) is Forward and action.stop == length and action.graph and self._keeps:
+                self._look(action.start, self.leaves)  # the first state that a pass comes to again
             self.do(action)
             if self.state == length:
                 break
+        if self._keeps and length - 1 not in self.held:
+            self._look(length, self.leaves)
+        self._end_looking()
         is_cut_anew = self._set_cuts()
         if self._keeps and not (is_cut_anew and self.held):  # else a graph is held that should have been cut
             self.chain.pending = Pending(actions, self.slots, self.held, self.looks)
@@ -102,7 +121,10 @@ class FirstRun:
             self.forward(number, number + 1)
             number += 1
         self.slots.last = None
+        self._end_looking()
         if self._keeps and number:
+            self._look(number - 1, before.leaves())
+            self._look(number, self.leaves)
             self._set_cuts()
             chain.pending = Pending(online.rest(number), self.slots, self.held, self.looks, before)
         return number
@@ -137,7 +159,7 @@ class FirstRun:
         self._look(state, self.leaves)
 
     def _look(self, state: int, leaves: list[Any]) -> None:
-        if state and self.chain.options.determinism_check != "none":
+        if state and self.chain.options.determinism_check != "none" and state not in self.looks:
             self.looks[state] = look_at(self.chain, leaves, closely=self.chain.compares_values())
 
     def forward(self, start: int, stop: int, *, hold: bool = False) -> None:
@@ -146,8 +168,9 @@ class FirstRun:
         while step < stop:
             function = self.chain.function(step)
             shown = self._shown.get((id(function), self.needs))
+            is_new = self._unread.get(id(function)) or self._unseen.get(id(function))
             # As long as nothing needs grad, there is nothing to hold either, and no pass that would notice more.
-            if hold or shown is None or self._unread.get(id(function)) or not any(self.needs):
+            if hold or shown is None or is_new or not any(self.needs):
                 self._run_with_graph(step, function, hold=hold)
                 step += 1
             else:
@@ -163,10 +186,13 @@ class FirstRun:
         needs, output_structure, output_needs = shown
         last = stop if chain.sole is not None and needs == self.needs else step + 1
         take_apart, leaves_of, has_outputs = chain.take_apart, chain.structure.leaves, chain.options.outputs
-        value, leaves, first, steps = self.value, self.leaves, step, self._steps
+        value, leaves, first, steps, places = self.value, self.leaves, step, self._steps, chain.places
         output: Any
         before = torch.is_grad_enabled()
         set_grad_enabled(False)
+        fast = are_fast_paths_allowed()
+        if any(needs) or has_outputs:
+            set_fast_paths(False)
         try:
             for step in range(first, last):
                 steps.step, steps.position = step, 0
@@ -175,6 +201,10 @@ class FirstRun:
                     value, output = take_apart(step, value)
                     self._note_output(output, output_structure, output_needs)
                 leaves = leaves_of(value)
+                if any(leaves[place].grad_fn is not None for place in places):  # or it would grow from step to step
+                    chain.makes_graphs = True
+                    leaves = without_history(leaves, places)
+                    value = chain.structure.build(leaves)
                 if step == first and self._kept is not None:
                     changed_in_place(chain, self._kept, step)
         except Mismatch as mismatch:
@@ -186,6 +216,7 @@ class FirstRun:
             raise
         finally:
             set_grad_enabled(before)
+            set_fast_paths(fast)
         self.value, self.leaves = value, leaves
         self._arrive(last, needs)
         return last
@@ -201,9 +232,11 @@ class FirstRun:
     def _run_with_graph(self, step: int, function: Callable[[Any], Any], *, hold: bool) -> None:
         chain = self.chain
         known = self._meet(function)
-        looking = Looking() if known.has_history or not known.is_looked_at else None
+        looking = Looking() if known.has_history or id(function) in self._new else None
         if looking is not None and not can_be_recorded():
             looking = None
+        if looking is not None:  # else what it shows would pass for what was there from the start
+            self._find_late_changes()
         self._steps.step, self._steps.position = step, 0
         stand_ins = None
         if hold:
@@ -235,7 +268,7 @@ class FirstRun:
             self.outputs.append((structure, without_history(outputs, structure.tensors), output_needs))
         if hold:
             inner = {} if stand_ins is None else stand_ins.leaves
-            self.held[step] = Ran(step, given, results, output_tensors, inner)
+            self.held[step] = Ran(step, given, results, output_tensors, inner, first)
         del leaves, stand_ins, results, output_tensors, outputs, output, given
         # A leaf that the step has made for itself is gone with its graph.
         for reference in unsettled:
@@ -249,6 +282,8 @@ class FirstRun:
         step: StepOf = self.chain.meet(function).step
         if id(function) not in self._met:
             self._met.add(id(function))
+            if step.is_loose or not step.is_looked_at:
+                self._new[id(function)] = step
             self.slots.learn((tensor, copies([tensor])[0] if is_read else None) for tensor, is_read in step.changed())
             self._look_around(function)
         return step
@@ -260,20 +295,41 @@ class FirstRun:
         if not is_repeated and isinstance(function, torch.nn.Module):
             modules = chain.meet(function).modules()
             if len(modules) == 1:  # it has no others inside, or very many
-                chain.others.update((id(buffer), buffer) for buffer in function.buffers())
+                self._note_others(function.buffers())
             for module in modules if len(modules) > 1 else ():  # faster than `buffers()`
-                for buffer in own_tensors(module)[1].values():
-                    if buffer is not None:
-                        chain.others[id(buffer)] = buffer
+                self._note_others(buffer for buffer in own_tensors(module)[1].values() if buffer is not None)
             return
         found = reachable(function) if is_repeated else self._search.new_in(function)
-        chain.others.update((id(tensor), tensor) for tensor in found if not tensor.requires_grad)
+        self._note_others(tensor for tensor in found if not tensor.requires_grad)
         if is_repeated:
+            of_function = chain.known[id(function)]
+            if not of_function.step.is_looked_at and can_be_recorded():
+                self._unseen[id(function)] = {
+                    storage_key(buffer) for root in of_function.roots() for buffer in root.buffers()
+                }
             self._unread[id(function)] = {
                 edge: tensor
                 for tensor in found
                 if tensor.requires_grad and (edge := edge_of(tensor)) not in chain.outside
             }
+
+    def _note_others(self, tensors: Iterable[Tensor]) -> None:
+        others = {id(tensor): tensor for tensor in tensors if id(tensor) not in self._other_versions}
+        self._other_versions.update(zip(others, versions_of(list(others.values())), strict=True))
+        self.chain.others.update(others)
+
+    def _end_looking(self) -> None:
+        """All steps have been run: note what was not seen to change, and did."""
+        for step in self._new.values():
+            step.is_looked_at |= can_be_recorded()
+        self._find_late_changes()
+
+    def _find_late_changes(self) -> None:
+        chain = self.chain
+        now = versions_of(list(chain.others.values()))
+        for (place, tensor), version in zip(chain.others.items(), now, strict=True):
+            if version != self._other_versions[place] and chain.hidden.add(tensor, is_read=False):
+                chain.late.add(place)
 
     def _find_outside(
         self,
@@ -325,8 +381,16 @@ class FirstRun:
         own = {storage_key(self.leaves[place]) for place in chain.places}
         of_function = chain.known[id(function)]
         changes = looking.changes(of_function.roots(), own)
-        known.is_looked_at = True
+        unseen = self._unseen.get(id(function))
+        if unseen:
+            unseen -= {read.memory for read in looking.reads.values()} | looking.writes.keys()
         known.learn(of_function, changes)
+        for tensor, is_read in changes:
+            if (
+                is_read and self.state and chain.hidden.is_only_written(tensor)
+            ):  # by a step before, from what is not known
+                self._note_others([tensor])
+                chain.late.add(id(tensor))
         self.slots.learn(
             (write.alias, write.before if write.is_read and write.matters else None)
             for write in looking.writes.values()
@@ -351,7 +415,7 @@ class FirstRun:
         assert structure is not None
         if structure is not shown:  # it is another one from step to step
             needs = tuple(can_need_grad(leaves[place]) for place in structure.tensors)
-        self.outputs.append((structure, leaves, needs))
+        self.outputs.append((structure, without_history(leaves, structure.tensors), needs))
 
 
 def can_need_grad(tensor: Tensor) -> bool:

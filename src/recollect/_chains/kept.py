@@ -46,6 +46,11 @@ class Hidden:
         memory = storage_key(tensor)
         return memory in self._with_values or memory in self._only_written
 
+    def is_only_written(self, tensor: Tensor) -> bool:
+        """Whether steps change it, and none is known to read it."""
+        memory = storage_key(tensor)
+        return memory in self._only_written and memory not in self._with_values
+
     def now(self) -> tuple[Any, dict[int, Tensor]]:
         """As it is at this moment."""
         there = self._with_values

@@ -30,7 +30,16 @@ from recollect._digest import difference, read
 from recollect._guards import name_of
 from recollect._inputs import find_tensors
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
-from recollect._torch import LEAF_NODE, gradients, is_needed, set_grad_enabled
+from recollect._torch import (
+    LEAF_NODE,
+    are_fast_paths_allowed,
+    gradients,
+    is_needed,
+    node_number,
+    sequence_number,
+    set_fast_paths,
+    set_grad_enabled,
+)
 from recollect._verify import signature
 
 Grads = list[Tensor | None]
@@ -70,8 +79,13 @@ class Pass:
         self._leaves_outside = {
             id(tensor): index for index, tensor in enumerate(chain.outside.tensors) if tensor.grad_fn is None
         }
-        self._is_needed = [is_needed(node) for node, _ in of_outside]
+        # A weight that was frozen since gets no gradient from autograd either.
+        self._is_needed = [
+            is_needed(node) and tensor.requires_grad
+            for (node, _), tensor in zip(of_outside, chain.outside.tensors, strict=True)
+        ]
         self.looks: dict[int, Look] = {}
+        self.has_compared = False  # whether values were
         self._strangers: list[weakref.ref[Tensor]] = []
         self.steps: Stepping
 
@@ -132,6 +146,9 @@ class Pass:
         value, sole, has_outputs, steps = self.value, chain.sole, chain.options.outputs, self.steps
         self.value = None  # or the state before would be held while the first step runs
         step = start
+        fast = are_fast_paths_allowed()
+        if any(chain.needs[stop]) or has_outputs:
+            set_fast_paths(False)
         try:
             for step in range(start, stop):
                 function = chain.function(step) if sole is None else sole
@@ -139,15 +156,20 @@ class Pass:
                 value = function(value)
                 if has_outputs:
                     value = value[0]
+                if chain.makes_graphs:
+                    value = chain.structure.build(without_history(chain.leaves_of(step, value), chain.places))
         except Exception as error:
             _errors.add_step(error, chain.describe(step), again=True)
             raise
+        finally:
+            set_fast_paths(fast)
         self.value = value
 
     def _run_with_graph(self, step: int, *, goes_on: bool) -> Ran:
         chain = self.chain
         self.steps.step, self.steps.position = step, 0
         stand_ins = chain.stand_ins()
+        first = sequence_number()
         try:
             leaves, given, output = chain.run_with_graph(step, self._leaves(step - 1), chain.needs[step], stand_ins)
         except Exception as error:
@@ -158,7 +180,7 @@ class Pass:
         self._check(step, leaves, results, outputs)
         self.leaves = without_history(leaves, chain.places) if goes_on else None
         self.value, self._is_built = None, False
-        return Ran(step, given, results, outputs, {} if stand_ins is None else stand_ins.leaves)
+        return Ran(step, given, results, outputs, {} if stand_ins is None else stand_ins.leaves, first)
 
     # --- Checks ---
 
@@ -191,6 +213,7 @@ class Pass:
             raise _errors.other_state(chain.describe(step), then.signatures, now.signatures)
         if then.digests is None or now.digests is None:
             return
+        self.has_compared = True
         numbers = read([*then.digests, *now.digests])
         count = len(then.digests)
         for place, (before, after) in enumerate(zip(numbers[:count], numbers[count:], strict=True)):
@@ -230,7 +253,7 @@ class Pass:
                 # The step may have returned the tensor as it is.
                 tensors = [leaf if one is of[index] else one for one in tensors]
                 of[index] = leaf
-        read = self._reached(step, tensors, own_leaves, ran.stand_ins)
+        read = self._reached(ran, tensors, own_leaves)
         outside = self.outside
         summed = [index for index in read if outside[index] is not None]
         if summed:
@@ -245,7 +268,12 @@ class Pass:
         """Let what has been summed up so far arrive first."""
         outside = self.outside
         so_far: list[Tensor] = [outside[index] for index in summed]  # type: ignore[misc]
-        if sum(one.nbytes for one in so_far) < _LARGE or len({one.device for one in (*so_far, *tensors)}) > 1:
+        is_dense = all(one.layout is torch.strided for one in so_far)
+        if (
+            not is_dense
+            or sum(one.nbytes for one in so_far) < _LARGE
+            or len({one.device for one in (*so_far, *tensors)}) > 1
+        ):
             tensors += [of[index] for index in summed]
             grads += so_far
             return
@@ -273,11 +301,9 @@ class Pass:
             now, then = ([signature(one) for one in those] for those in (tensors, grads))
             raise _errors.other_state(self.chain.describe(step), then, now) from None
 
-    def _reached(
-        self, step: int, tensors: Sequence[Tensor], own: Sequence[Tensor], stand_ins: dict[int, Tensor]
-    ) -> list[int]:
+    def _reached(self, ran: Ran, tensors: Sequence[Tensor], own: Sequence[Tensor]) -> list[int]:
         """Which tensors from outside the graph of `tensors` leads to, of those that are needed."""
-        edges = self._edges
+        edges, stand_ins, first = self._edges, ran.stand_ins, ran.first
         reached: set[int] = set()
         seen: set[Any] = set()
         waiting: list[Any] = []
@@ -292,6 +318,8 @@ class Pass:
             elif (index := edges.get((node, tensor.output_nr))) is not None:
                 reached.add(index)
             elif node not in seen:
+                if node_number(node) < first:
+                    raise _errors.unknown_history(self.chain.describe(ran.step), node)
                 seen.add(node)
                 waiting.append(node)
         found = edges.get
@@ -303,7 +331,7 @@ class Pass:
                 index = found(edge)
                 if index is not None:
                     if index in stand_ins:
-                        raise _errors.not_cut(self.chain.describe(step), node)
+                        raise _errors.not_cut(self.chain.describe(ran.step), node)
                     reached.add(index)
                 elif node not in seen:
                     seen.add(node)
@@ -316,6 +344,8 @@ class Pass:
                         else:
                             if not any(leaf is one for one in own):
                                 self._strangers.append(weakref.ref(leaf))
+                    elif node_number(node) < first:  # made before the step, and not found by the first run
+                        raise _errors.unknown_history(self.chain.describe(ran.step), node)
                     else:
                         waiting.append(node)
         is_needed = self._is_needed

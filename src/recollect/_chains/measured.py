@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect import _errors
 from recollect._ambient import RandomState, undo_all
 from recollect._chains.chain import Chain, Needs, tensors_that_need_grad
 from recollect._chains.notes import stepping
@@ -71,7 +72,13 @@ def measure(chain: Chain, length: int) -> list[Measured]:
                         bench.meet(each, leaves, tuple(False for _ in chain.places))
                         leaves = bench.advance(each, leaves)
                     behind.clear()
-                    known[kind] = bench.measure(step, leaves, kind[1])
+                    measured = bench.measure(step, leaves, kind[1])
+                    # The chain itself would begin with what the measured steps have left.
+                    if chain.start.is_changed():
+                        raise (_errors.step_changes_state if step == 0 else _errors.kept_state_changed)(
+                            chain.describe(step), 0
+                        )
+                    known[kind] = measured
                 one: Measured = known[kind]
                 found.append(one)
                 if chain.sole is not None and one.gives == kind:

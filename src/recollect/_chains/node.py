@@ -21,6 +21,7 @@ from recollect._chains.first import FirstRun
 from recollect._chains.kept import Kept, Slots
 from recollect._chains.later import Pass
 from recollect._chains.notes import stepping
+from recollect._chains.outside import ReadingValues
 from recollect._engine.replay import set_modes
 from recollect._guards import Reading, name_of
 from recollect._inputs import versions_of
@@ -124,7 +125,9 @@ class _Node(torch.autograd.Function):
         ctx.mark_non_differentiable(*(value for value, needed in zip(values, needs, strict=True) if not needed))
         if chain.inputs is None:
             # So that a graph that is freed stays so, with autograd's own error.
-            ctx.save_for_backward(*(chain.tensors or chain.outside.tensors[:1]))
+            ctx.save_for_backward(
+                *([one for one in chain.tensors if not one.is_inference()] or chain.outside.tensors[:1])
+            )
         return tuple(values)
 
     @staticmethod
@@ -161,7 +164,12 @@ def _run_pass(
         restore(chain.state, undo)
         changed = chain.changed_others()
         reading = Reading(changed) if changed else None
-        with reading or contextlib.nullcontext(), stepping(chain.notes, is_again=True) as run.steps:
+        late = ReadingValues(chain.late) if chain.late else None
+        with (
+            reading or contextlib.nullcontext(),
+            late or contextlib.nullcontext(),
+            stepping(chain.notes, is_again=True) as run.steps,
+        ):
             if pending is not None:
                 run.looks = pending.looks
                 if pending.running is not None:
@@ -176,8 +184,10 @@ def _run_pass(
         undo_all(undo)
     if reading is not None and reading.found is not None:
         raise _changed(chain, reading.found, _errors.weight_changed)
+    if late is not None and late.found is not None:
+        raise _errors.late_change(chain.describe(0), _name_of(chain, late.found))
     found = [grad for grad, needed in zip(run.grads, chain.needs[0], strict=True) if needed]
-    if chain.compares_values():
+    if run.has_compared and chain.compares_values():
         for known in chain.known.values():
             known.step.is_verified = True
     result = [*found, *run.outside]
@@ -203,8 +213,11 @@ def _check_outside(chain: Chain) -> None:
 
 
 def _changed(chain: Chain, tensor: Tensor, error: Callable[[str, str], Exception]) -> Exception:
-    roots = [root for known in chain.known.values() for root in known.roots()]
-    return error(f"that is {chain.describe(0)}", name_of(tensor, roots))
+    return error(f"that is {chain.describe(0)}", _name_of(chain, tensor))
+
+
+def _name_of(chain: Chain, tensor: Tensor) -> str:
+    return name_of(tensor, [root for known in chain.known.values() for root in known.roots()])
 
 
 def _put_hooks_aside(chain: Chain, undo: list[Undo]) -> None:

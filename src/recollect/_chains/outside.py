@@ -17,23 +17,26 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from recollect._guards import lasting
+from recollect._guards import Reading, lasting
 from recollect._known import Known
 from recollect._record import Recorder
 from recollect._torch import (
     LEAF_NODE,
     METADATA_OPERATORS,
+    gives_views,
     node_number,
     own_tensors,
+    running_statistics,
     storage_key,
     without_any_torch_function,
+    written_arguments,
 )
 
 # A way into a part of autograd's graph: a node, and which of its results.
@@ -139,6 +142,21 @@ class Looking(Recorder):
             return lasting(self, modules)
 
 
+class ReadingValues(Reading):
+    """Looks for operators that read the values of some tensors, which is not: write to them, or give a view of them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.found is None and not self.paused and not gives_views(func):
+            places = (*written_arguments(func), *running_statistics(func, args, kwargs))
+            written = {at for at, _ in places}, {name for _, name in places}
+            self._look([one for at, one in enumerate(args) if at not in written[0]])
+            self._look([one for name, one in kwargs.items() if name not in written[1]])
+        return func(*args, **kwargs)
+
+
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
@@ -150,13 +168,14 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 class StepOf:
     """What is known of a function as a step, from one chain to the next."""
 
-    __slots__ = ("changes", "has_history", "is_looked_at", "is_verified", "measured")
+    __slots__ = ("changes", "has_history", "is_looked_at", "is_loose", "is_verified", "measured")
 
     def __init__(self) -> None:
         # What it changes in place, wherever that is then, and whether it reads that too.
         self.changes: dict[Any, tuple[Callable[[], Tensor | None], bool]] = {}
         self.has_history = False  # whether it has read something with a history that it was not given
         self.is_looked_at = False  # whether it is known what it changes
+        self.is_loose = False  # whether it changes tensors of no module: a closure made anew has others
         self.is_verified = False  # whether its states were compared by value when it was run again
 
         self.measured: dict[Any, Any] = {}  # by kind of state: see measured.py
@@ -171,14 +190,22 @@ class StepOf:
         for tensor, is_read in changes:
             home = homes.get(id(tensor))
             if home is None:
+                self.is_loose = True
+                is_read |= self._is_read(id(tensor))
                 self.changes[id(tensor)] = weakref.ref(tensor), is_read
             else:  # by its name: another tensor may be put in its place
                 get = functools.partial(_attribute, weakref.ref(home[0]), home[1])
+                is_read |= self._is_read((id(home[0]), home[1]))
                 self.changes[id(home[0]), home[1]] = get, is_read
+
+    def _is_read(self, place: Any) -> bool:
+        return place in self.changes and self.changes[place][1]
 
     def changed(self) -> list[tuple[Tensor, bool]]:
         """What it changes, as far as that is still there."""
-        return [(tensor, is_read) for get, is_read in list(self.changes.values()) if (tensor := get()) is not None]
+        there = {place: tensor for place, (get, _) in list(self.changes.items()) if (tensor := get()) is not None}
+        self.changes = {place: self.changes[place] for place in there}
+        return [(tensor, self.changes[place][1]) for place, tensor in there.items()]
 
 
 def _attribute(module: weakref.ref[Module], name: str) -> Tensor | None:
@@ -241,7 +268,7 @@ class Search:
             wrapped = getattr(value, "__wrapped__", None)
             if wrapped is not None:
                 self._look_into(wrapped, depth)
-            for one in list(getattr(value, "__dict__", {}).values()):
+            for one in list(_attributes(value).values()):
                 self._look_into(one, depth - 1)
             call = getattr(type(value), "__call__", None)  # noqa: B004 - not whether, but which
             if type(call) is FunctionType:
@@ -288,6 +315,12 @@ class Search:
 def _attributes(owner: Any) -> dict[str, Any]:
     """What an object has under names of its own; nothing that is computed when it is asked for."""
     found = dict(getattr(owner, "__dict__", {}))
+    for kind in type(owner).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            slot = vars(kind).get(name)  # of a private name another one; then it is not found
+            if isinstance(slot, MemberDescriptorType) and hasattr(owner, name):
+                found[name] = getattr(owner, name)
     if isinstance(owner, Module):
         for tensors in own_tensors(owner):
             found.update(tensors)
