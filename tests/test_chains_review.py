@@ -1,6 +1,7 @@
 """Chains: programs for which they were wrong once."""
 
 import random
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 import recollect
 from chains import grads_of, plain, same
 from recollect import CheckpointError
+from recollect.schedules import Backward, Drop, Forward, Keep, Restore, Schedule, ScheduleError
 from tools import LiveBytes
 
 
@@ -229,6 +231,21 @@ def test_attention_takes_the_path_that_it_takes_in_a_plain_chain(is_frozen):
     assert torch.backends.mha.get_fastpath_enabled()
 
 
+def test_the_switch_for_fast_paths_is_put_back_after_threads():
+    layer = nn.Linear(3, 3)
+
+    def train():
+        for _ in range(10):
+            recollect.sequential(lambda h: layer(h).tanh(), torch.ones(1, 3), length=40, slots=3).sum().backward()
+
+    threads = [threading.Thread(target=train) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_steps_that_turn_grad_mode_on_do_not_make_one_long_graph():
     weight = torch.rand(1000, requires_grad=True)
 
@@ -278,6 +295,34 @@ def test_a_sequential_with_a_forward_of_its_own():
         recollect.sequential(scaled, x, slots=1)
     assert torch.equal(recollect.sequential(scaled, x, length=2, slots=1), scaled(scaled(x)))
     assert torch.equal(recollect.sequential(list(scaled), x, slots=1) * 100, scaled(x))
+
+
+def test_a_schedule_that_goes_back_before_the_end():
+    actions = [
+        *(Keep(0), Forward(0, 1), Restore(0), Forward(0, 1), Forward(1, 2, graph=True)),
+        *(Backward(1), Restore(0), Drop(0), Backward(0)),
+    ]
+    schedule = Schedule(actions=actions, length=2, slots=(1,))
+    schedule.check()
+    with pytest.raises(ScheduleError, match="before the last state is reached"):
+        recollect.sequential(torch.sin, torch.ones(3), length=2, schedule=schedule)
+
+
+def test_functions_by_name():
+    with pytest.raises(TypeError, match="a list of functions"):
+        recollect.sequential({"sin": torch.sin}, torch.ones(3), slots=1)
+
+
+def test_a_budget_for_states_with_sparse_tensors():
+    weight, eye = torch.rand(3, 3, requires_grad=True), torch.eye(3).to_sparse()
+
+    def step(state):
+        h, matrix = state
+        return (matrix @ h * weight).sin(), matrix
+
+    wanted = grads_of(plain(step, (torch.ones(3, 3), eye), 6)[0].sum(), [weight])
+    y, _ = recollect.sequential(step, (torch.ones(3, 3), eye), length=6, budget="10 kB")
+    assert same(grads_of(y.sum(), [weight]), wanted)
 
 
 def test_measuring_steps_that_change_their_state():

@@ -14,6 +14,7 @@ import itertools
 import operator
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -628,9 +629,32 @@ def _delayed_error(message: str, inputs: int) -> Any:
     return torch._C._functions.DelayedError(message, inputs)
 
 
-# Attention modules take a path of their own where no graph is made, and it rounds in other places.
-are_fast_paths_allowed: Callable[[], bool] = torch.backends.mha.get_fastpath_enabled
-set_fast_paths: Callable[[bool], None] = torch.backends.mha.set_fastpath_enabled
+class _FastPaths:
+    """Attention modules take a path of their own where no graph is made, and it rounds in other places.
+
+    The switch is one for all threads: it is back where it was when the last one that needs it off is done.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._before = True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._before = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                torch.backends.mha.set_fastpath_enabled(self._before)
+
+
+no_fast_paths = _FastPaths()
 
 
 def in_dual_level() -> bool:

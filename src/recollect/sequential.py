@@ -32,7 +32,7 @@ from recollect._engine import frame
 from recollect._engine.frame import run_region
 from recollect._sizes import bytes_of
 from recollect._torch import in_dual_level, never_begin_in, never_look_into
-from recollect.schedules import Schedule, ScheduleError, online, revolve
+from recollect.schedules import Forward, Restore, Schedule, ScheduleError, online, revolve
 
 Step = Callable[[Any], Any]
 
@@ -54,7 +54,9 @@ def sequential(
     """Run a chain of steps, each on what the one before gave, and keep few of the states for backward.
 
     Backward runs steps again from the kept states, no more of them than it must. Parameters, closures and the first
-    state get the gradients that the plain loop would give them, to the last bit.
+    state get the gradients that the plain loop would give them, to the last bit. (Sums of three and more may be rounded
+    in another order where something outside of the chain, a loss on `outputs` or a chain or region within a step, adds
+    to them, and under autocast, whose cache would sum them up in half precision.)
 
     Of `slots`, `budget`, `schedule` and `tiers` at most one is given; without any, there are as many slots as
     it takes to run no step more than two times again: about the square root of twice the length.
@@ -236,7 +238,8 @@ def _checked_functions(functions: Any, length: Any) -> tuple[Step | Sequence[Ste
         )
     if length is not None:
         raise ValueError(f"length has no meaning with a list of functions, which has one for each step, got {length!r}")
-    if not hasattr(functions, "__len__") or not hasattr(functions, "__getitem__"):
+    is_sequence = hasattr(functions, "__len__") and hasattr(functions, "__getitem__")
+    if not is_sequence or isinstance(functions, (Mapping, str, bytes)):
         raise TypeError(
             "functions must be an nn.Sequential, a list of functions, or one function with length=..., "
             f"got {_errors.describe_value(functions)}"
@@ -301,6 +304,11 @@ def _checked_schedule(schedule: Any, length: int) -> Schedule:
             raise ScheduleError(f"the schedule has a tier {name!r}; there are stores for 'device', 'cpu' and 'disk'")
     if schedule not in _checked:
         schedule.check()
+        for action in schedule:
+            if isinstance(action, Forward) and action.stop == length:
+                break
+            if isinstance(action, Restore):
+                raise ScheduleError(f"the schedule has {action} before the last state is reached, which nothing needs")
         _checked.add(schedule)
     return schedule
 

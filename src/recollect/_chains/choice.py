@@ -21,7 +21,7 @@ import torch
 
 from recollect import _errors
 from recollect._chains.chain import Chain
-from recollect._chains.measured import Measured, measure
+from recollect._chains.measured import Measured, measure, size_of
 from recollect._meters import link_of
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
 from recollect._stores.chosen import store_of
@@ -44,7 +44,7 @@ def for_budget(chain: Chain, length: int, budget: int) -> Schedule:
         ScheduleError: Nothing fits; its `minimum` is what would.
     """
     steps = measure(chain, length)
-    given = sum({id(tensor): tensor.nbytes for tensor in chain.tensors}.values())
+    given = sum({id(tensor): size_of(tensor) for tensor in chain.tensors}.values())
     if len(set(steps)) <= 2 and length > _EQUAL:
         return _with_slots(steps, length, given, budget)
     every = steps if len(steps) == length else steps * length

@@ -37,11 +37,10 @@ from recollect._inputs import versions_of
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
 from recollect._schedules.online import Online
 from recollect._torch import (
-    are_fast_paths_allowed,
     can_be_recorded,
+    no_fast_paths,
     own_tensors,
     sequence_number,
-    set_fast_paths,
     set_grad_enabled,
     storage_key,
 )
@@ -190,9 +189,9 @@ class FirstRun:
         output: Any
         before = torch.is_grad_enabled()
         set_grad_enabled(False)
-        fast = are_fast_paths_allowed()
-        if any(needs) or has_outputs:
-            set_fast_paths(False)
+        slowly = no_fast_paths if any(needs) or has_outputs else None
+        if slowly is not None:
+            slowly.__enter__()
         try:
             for step in range(first, last):
                 steps.step, steps.position = step, 0
@@ -216,7 +215,8 @@ class FirstRun:
             raise
         finally:
             set_grad_enabled(before)
-            set_fast_paths(fast)
+            if slowly is not None:
+                slowly.__exit__()
         self.value, self.leaves = value, leaves
         self._arrive(last, needs)
         return last

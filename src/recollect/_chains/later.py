@@ -32,12 +32,11 @@ from recollect._inputs import find_tensors
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
 from recollect._torch import (
     LEAF_NODE,
-    are_fast_paths_allowed,
     gradients,
     is_needed,
+    no_fast_paths,
     node_number,
     sequence_number,
-    set_fast_paths,
     set_grad_enabled,
 )
 from recollect._verify import signature
@@ -146,9 +145,9 @@ class Pass:
         value, sole, has_outputs, steps = self.value, chain.sole, chain.options.outputs, self.steps
         self.value = None  # or the state before would be held while the first step runs
         step = start
-        fast = are_fast_paths_allowed()
-        if any(chain.needs[stop]) or has_outputs:
-            set_fast_paths(False)
+        slowly = no_fast_paths if any(chain.needs[stop]) or has_outputs else None
+        if slowly is not None:
+            slowly.__enter__()
         try:
             for step in range(start, stop):
                 function = chain.function(step) if sole is None else sole
@@ -162,7 +161,8 @@ class Pass:
             _errors.add_step(error, chain.describe(step), again=True)
             raise
         finally:
-            set_fast_paths(fast)
+            if slowly is not None:
+                slowly.__exit__()
         self.value = value
 
     def _run_with_graph(self, step: int, *, goes_on: bool) -> Ran:

@@ -36,6 +36,7 @@ from recollect._torch import (
     storage_key,
 )
 from recollect._verify import signature
+from recollect._watcher import memory_of
 
 Kind = tuple[tuple[Signature, ...], Needs]  # of a state
 _TIMES = 2
@@ -205,5 +206,10 @@ def _bytes_of(tensors: Sequence[Tensor], others: set[int]) -> int:
             try:
                 sizes[key] = tensor.untyped_storage().nbytes()
             except (RuntimeError, NotImplementedError):
-                sizes[key] = tensor.nbytes
+                sizes[key] = size_of(tensor)
     return sum(sizes.values())
+
+
+def size_of(tensor: Tensor) -> int:
+    """Its bytes; of a sparse one, those of what it consists of."""
+    return tensor.nbytes if tensor.layout is torch.strided else sum(memory_of([tensor]).values())
