@@ -443,28 +443,6 @@ def test_autocast(cache):
         assert same(got, wanted)
 
 
-def test_casts_of_a_loop_are_not_found_after_it():
-    torch.manual_seed(0)
-    layer = nn.Linear(8, 8)
-
-    def forward(chain):
-        with torch.autocast("cpu", torch.bfloat16):
-            return layer(chain()).float().square().sum()
-
-    def loop(run):
-        return run(lambda state: (layer(state[0]).float().tanh(), state[1] + 1), (torch.ones(4, 8), 0))[0]
-
-    wanted = grads_of(forward(lambda: loop(lambda step, state: plain(step, state, 4))), [*layer.parameters()])
-    for around in (lambda f: f(), lambda f: recollect.checkpoint(f)):
-        loops = (
-            lambda step, state: recollect.while_loop(lambda state: state[1] < 4, step, state, slots=2),
-            lambda step, state: recollect.sequential(step, state, length=4, schedule=recollect.schedules.revolve(4, 1)),
-        )
-        for one in loops:
-            got = grads_of(forward(lambda around=around, one=one: around(lambda: loop(one))), [*layer.parameters()])
-            torch.testing.assert_close(got, wanted, rtol=3e-2, atol=3e-2)
-
-
 def test_default_device_and_dtype():
     x = torch.ones(3, requires_grad=True)
 
