@@ -262,6 +262,28 @@ def grads_of_kept(y, x, layer):
     return torch.autograd.grad(y.sum(), [x, *layer.parameters()], retain_graph=True)
 
 
+def test_a_chain_that_is_asked_for_nothing_runs_nothing():
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    ran = []
+
+    def step(x):
+        ran.append(1)
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    Stop.apply(recollect.sequential(step, x, length=9, slots=2)).sum().backward()
+    assert len(ran) == 9
+    assert x.grad is None
+
+
 def test_two_threads_over_one_graph():
     _, layer, x, y, wanted = chain_of(60)
     found = [None, None]

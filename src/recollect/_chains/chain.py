@@ -263,6 +263,11 @@ class Chain:
 
     # --- Steps ---
 
+    def forget_casts(self) -> None:
+        """Let weights be cast anew: one that was cast without a graph would be left without its gradient."""
+        if self.clears_casts:
+            clear_autocast_cache()
+
     def take_apart(self, step: int, result: Any) -> tuple[Any, Any]:
         """What a step gave: the next state, and what it gave besides."""
         if not self.options.outputs:
@@ -298,9 +303,7 @@ class Chain:
             else:
                 given.append(None)
         function = self.function(step)
-        if self.clears_casts:
-            # A weight that was cast without a graph would be left without its gradient.
-            clear_autocast_cache()
+        self.forget_casts()
         before = torch.is_grad_enabled()
         set_grad_enabled(True)
         try:

@@ -53,6 +53,7 @@ def run(chain: Chain, first: Callable[[FirstRun], None], actions: Actions) -> An
     finally:
         if hooks is not None:
             pop_hooks()
+        chain.forget_casts()  # what comes after the chain shall not find them
     chain.first_run_ended()
     results = _results(chain, run, actions)
     if hooks is not None:
@@ -146,6 +147,8 @@ class _Node(torch.autograd.Function):
 def _run_pass(
     chain: Chain, edges: Any, actions: Actions, places: list[int], grads: tuple[Tensor | None, ...]
 ) -> list[Tensor | None]:
+    if all(grad is None for grad in grads):
+        return [None] * len(edges)
     _check_outside(chain)
     count = max(places, default=-1) + 1
     # A tensor that stands in two places of the last state has its gradient in the first.
@@ -181,6 +184,7 @@ def _run_pass(
                 run.begin(chain.first_state())
                 run.carry_out(iter(actions()), slots, {})
     finally:
+        chain.forget_casts()
         undo_all(undo)
     if reading is not None and reading.found is not None:
         raise _changed(chain, reading.found, _errors.weight_changed)
