@@ -54,9 +54,19 @@ def assert_as_plain(forward, leaves, around=everything, plain=None, steps=8):
             assert (got is None and wanted is None) or torch.equal(got, wanted)
 
 
+others = []  # stores of other tests in this process, which are theirs to look at
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_stores_of_this_file():
+    others[:] = stores()
+    yield
+    others.clear()
+
+
 def assert_nothing_is_left():
     gc.collect()
-    for store in stores():
+    for store in [one for one in stores() if one not in others]:
         with store._lock:
             store._bury()
         assert store._alive == 0
