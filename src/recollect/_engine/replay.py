@@ -274,7 +274,8 @@ def _looking(
     pack: Callable[[Tensor], Tensor], frame: Frame, replay: Replay, inspection: Inspection | None
 ) -> Callable[[Tensor], Tensor]:
     """The hook of a replay that is looked at more closely."""
-    if not dispatch_mode_count() and _passes_over_detach(frame.replay_context):
+    # Whether a run is compared shall make no difference to a mode that the function enters itself.
+    if inspection is None and not dispatch_mode_count() and _passes_over_detach(frame.replay_context):
         pack = unseen(pack)  # the modes to come are ours
     if frame.trace is not None:
         replay.trace = OperatorTrace()
