@@ -248,4 +248,3 @@ def test_what_fails_on_one_rank_is_ruled_out_on_all(ranks):
     plan = result(ranks, "with_a_layer_that_fails_on_one_rank")
     assert plan["measured"]["peak"] <= plan["budget"]
     assert not any(name in decisions for name, decisions in plan["decided"])
-    assert plan["notes"]
