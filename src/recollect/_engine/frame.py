@@ -82,16 +82,12 @@ class Options:
     name: str | None = None
     policy: Policy | None = None
     inputs: Offload | Shard | None = None
-    # Said once, because every region asks: whether nothing is to be entered around the function, and whether nothing
-    # was chosen that asks for more than guards.
-    is_bare: bool = field(init=False, repr=False, compare=False)
+    # Said once, because every region asks: whether nothing was chosen that asks for more than guards.
     is_plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        is_bare = self.policy is None and not self.debug
-        is_plain = is_bare and self.determinism_check == "default" and self.preserve_rng_state is not False
-        object.__setattr__(self, "is_bare", is_bare)
-        object.__setattr__(self, "is_plain", is_plain)
+        guards_alone = self.determinism_check == "default" and self.preserve_rng_state is not False
+        object.__setattr__(self, "is_plain", guards_alone and self.policy is None and not self.debug)
 
 
 # Seconds. Long, because two replays at once share the random generators: it is to end a deadlock, not to save time.
@@ -344,46 +340,52 @@ def prepare(
     frame = Frame(function, (args, kwargs), tensors, flat, options, replay_context, outer, path)
     signatures, slots, replays, verification = frame.signatures, frame.slots, frame.replays, frame.verification
     arguments = set(map(id, tensors))
-    add_signature, add_slot, is_watched = signatures.append, slots.append, verification is not None
+    add_signature, add_slot, replay_of = signatures.append, slots.append, replays.get
     last: Any = None
 
     def pack(tensor: Tensor) -> int:
         nonlocal last
-        is_plain = type(tensor) in PLAIN_TYPES
-        try:
-            now = plain_signature(tensor) if is_plain else signature(tensor)
-        except RuntimeError:
-            now = signature(tensor)
+        if type(tensor) is Tensor:
+            try:
+                now = plain_signature(tensor)
+            except RuntimeError:
+                now = signature(tensor)
+            owner = tensor._base
+            if owner is None:
+                owner = tensor
+            elif type(owner) not in PLAIN_TYPES:
+                owner = None
+        else:
+            now, owner = signature(tensor), None
         # Equal neighbours share one signature: less for the garbage collector to look at.
         if now != last:
             last = now
         add_signature(last)
-        index = len(slots)
-        slot = FIRST_SLOT + index
+        slot = FIRST_SLOT + len(slots)
         add_slot(slot)
-        # Nearly all are neither leaves nor views.
-        if is_watched and (
-            not is_plain
-            or tensor._base is not None
-            or (tensor.is_leaf and tensor.requires_grad and id(tensor) not in arguments)
+        # Nearly all are neither leaves nor views of one.
+        if verification is not None and (
+            owner is None or (owner.is_leaf and owner.requires_grad and id(owner) not in arguments)
         ):
-            verification.saved(index, tensor)  # type: ignore[union-attr]
+            verification.saved(slot - FIRST_SLOT, tensor)
         return slot
 
     def unpack(slot: int) -> Tensor:
         index = slot - FIRST_SLOT
-        known = replays.get(graph_task_id())
+        known = replay_of(graph_task_id())
         replay = None if known is None else known()
         if replay is None or len(replay.tensors) <= index:
             replay = frame.replay_for(index)
-        tensor = replay.tensors[index]
+        tensors = replay.tensors
+        tensor = tensors[index]
         if tensor is None:
             replay, tensor = frame._recover_again(index, replay)
-        replay.tensors[index] = None
+            tensors = replay.tensors
+        tensors[index] = None
         try:
             version = tensor._version
         except RuntimeError:
-            version = 0
+            return tensor
         if version and version != replay.versions.get(index, 0) and version != getattr(tensor, "expected_version", 0):
             raise frame._changed_since(index, replay, tensor)
         return tensor

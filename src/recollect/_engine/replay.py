@@ -220,7 +220,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
             restore(verification.state, undo)
         if around is not None:
             undo.append(partial(_resume, around.pause()))
-        if frame.options.is_bare and inspection is None and frame.replay_context is None and not by_hooks:
+        if is_bare(frame) and inspection is None and not by_hooks:
             here.scope = Scope(frame, hook, replay.packed, around, True)
             push_hooks(hook, _identity)
             args, kwargs = arguments
@@ -270,12 +270,18 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
     return replay
 
 
+def is_bare(frame: Frame) -> bool:
+    """Whether nothing is to be entered around the function of a replay, nor around a part of it."""
+    return frame.kept_outputs is None is frame.replay_context and frame.trace is None
+
+
 def _looking(
     pack: Callable[[Tensor], Tensor], frame: Frame, replay: Replay, inspection: Inspection | None
 ) -> Callable[[Tensor], Tensor]:
     """The hook of a replay that is looked at more closely."""
     # Whether a run is compared shall make no difference to a mode that the function enters itself.
-    if inspection is None and not dispatch_mode_count() and _passes_over_detach(frame.replay_context):
+    compares = inspection is not None
+    if not (compares or is_bare(frame) or dispatch_mode_count()) and _passes_over_detach(frame.replay_context):
         pack = unseen(pack)  # the modes to come are ours
     if frame.trace is not None:
         replay.trace = OperatorTrace()
