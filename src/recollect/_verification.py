@@ -20,7 +20,7 @@ from recollect import _errors
 from recollect._ambient import Part
 from recollect._differences import Finding, Unequal, explain, first_unequal
 from recollect._generators import Probe
-from recollect._guards import Buffers, Gathers, Leaves, Reading, Swapped, Training, lasting, leaf_of, name_of, swapping
+from recollect._guards import Buffers, Gathers, Leaves, Reading, Swapped, Training, lasting, name_of, swapping
 from recollect._inputs import Arguments
 from recollect._known import Known, known_of
 from recollect._optimizers import Steps, stepped_since
@@ -71,13 +71,12 @@ class Verification:
             self.state += (buffers,)
             self._restores_buffers = True
 
-    def saved(self, slot: int, tensor: Tensor) -> None:
-        """Take note of a tensor that the forward saved and that may be a leaf or a view of one."""
-        leaf = leaf_of(tensor)
-        if leaf is not None:
-            if self.leaves is None:
-                self.leaves = Leaves(self._known)
-            self.leaves.by_slot[slot] = leaf
+    def saved(self, slot: int, leaf: Tensor) -> None:
+        """Take note of a leaf that needs grad and that the forward saved, itself or as a view."""
+        leaves = self.leaves
+        if leaves is None:
+            leaves = self.leaves = Leaves(self._known)
+        leaves.by_slot[slot] = leaf
 
     def forward_ended(self) -> None:
         """Take note of what the forward has shown."""

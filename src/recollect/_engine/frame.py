@@ -50,6 +50,7 @@ from recollect._engine.scope import Scope, Watch, here
 from recollect._engine.selective import forward_mode, takes_a_mode, tell_if_useless
 from recollect._errors import Signature
 from recollect._gathering import Gathering, gather_later
+from recollect._guards import leaf_of
 from recollect._inputs import Arguments, Inputs, find_tensors
 from recollect._kept import FIRST_SLOT, hooks_into
 from recollect._shard import Shard
@@ -345,29 +346,28 @@ def prepare(
 
     def pack(tensor: Tensor) -> int:
         nonlocal last
-        if type(tensor) is Tensor:
+        leaf: Tensor | None
+        if type(tensor) in PLAIN_TYPES:
             try:
                 now = plain_signature(tensor)
             except RuntimeError:
                 now = signature(tensor)
-            owner = tensor._base
-            if owner is None:
-                owner = tensor
-            elif type(owner) not in PLAIN_TYPES:
-                owner = None
+            # Nearly all are neither leaves nor views of one.
+            leaf = tensor._base
+            if leaf is None:
+                leaf = tensor
+            if not leaf.is_leaf or id(leaf) in arguments:
+                leaf = None
         else:
-            now, owner = signature(tensor), None
+            now, leaf = signature(tensor), leaf_of(tensor)
         # Equal neighbours share one signature: less for the garbage collector to look at.
         if now != last:
             last = now
         add_signature(last)
         slot = FIRST_SLOT + len(slots)
         add_slot(slot)
-        # Nearly all are neither leaves nor views of one.
-        if verification is not None and (
-            owner is None or (owner.is_leaf and owner.requires_grad and id(owner) not in arguments)
-        ):
-            verification.saved(slot - FIRST_SLOT, tensor)
+        if leaf is not None and verification is not None and leaf.requires_grad:
+            verification.saved(slot - FIRST_SLOT, leaf)
         return slot
 
     def unpack(slot: int) -> Tensor:

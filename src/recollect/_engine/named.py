@@ -216,7 +216,7 @@ def _call_refined(
         one.paused = True
     scope.has_policy = policy is not None
     scope.policy = policy if policy is not None and policy.decides_names() else None
-    scope.names, scope.path = [], ""
+    scope.names, scope.path = (), ""
     mode: Any = None
     try:
         if policy is not None:
@@ -246,5 +246,7 @@ def _asked(scope: Scope, path: str, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _settle(scope: Scope, path: str, decision: Decision | None) -> None:
+    if not scope.names:
+        scope.names = []
     scope.names.append(path)
     scope.policy.settled = decision is not None and scope.policy.counts(decision)

@@ -68,7 +68,7 @@ from recollect._verify import Mismatch, OperatorTrace, find_mismatches, first_di
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame
     from recollect._engine.groups import Shared
-    from recollect._guards import Leaves, Reading
+    from recollect._guards import Reading
     from recollect._record import Recorder
     from recollect._verification import Inspection
 
@@ -100,7 +100,6 @@ class Replay:
     unfilled = -1  # the last tensor that may be unfilled memory
     operator = -1  # autograd's number for the operator that packed it, or that the stop is waiting for
     reading: Reading | None = None
-    leaves: Leaves | None = None
     # What stands where the forward saved another leaf.
     strangers: tuple[tuple[int, weakref.ref[Tensor]], ...] = ()
 
@@ -132,16 +131,13 @@ class Replay:
         """How many tensors the function has packed so far."""
         return len(self.tensors) + self.surplus
 
-    def watch(self, leaves: Leaves) -> None:
-        """See that the replay saves the same leaves."""
-        self.leaves = leaves
-        self.special.update(leaves.by_slot)
+    def met(self, index: int, tensor: Tensor) -> None:
+        """Take note of another leaf than the forward saved, or of a view of one."""
+        self.strangers += ((index, weakref.ref(tensor if tensor._base is None else tensor._base)),)
 
     def pack(self, index: int, tensor: Tensor) -> Tensor:
         """Do all that may have to be done when a tensor is packed."""
-        leaves, last = self.leaves, self.last
-        if leaves is not None and index in leaves.by_slot and leaves.is_another(index, tensor):
-            self.strangers += ((index, weakref.ref(tensor if tensor._base is None else tensor._base)),)
+        last = self.last
         if tensor.requires_grad:
             # The graph of the replay must not outlive it.
             kept = tensor.detach()
@@ -191,13 +187,14 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
     inspection = None
     if verification is not None:
         inspection = verification.inspection(frame.region, compares=only is None)
-        if verification.leaves is not None:
-            replay.watch(verification.leaves)
-
+    leaves = None if verification is None else verification.leaves
+    leaf_at = {} if leaves is None else leaves.by_slot
     add = tensors.append
 
     def pack(tensor: Tensor) -> Tensor:
         index = len(tensors)
+        if index in leaf_at and leaf_at[index] is not tensor and leaves.is_another(index, tensor):  # type: ignore[union-attr]
+            replay.met(index, tensor)
         if index in special:
             return replay.pack(index, tensor)
         kept = tensor.detach() if tensor.requires_grad else tensor
@@ -261,10 +258,10 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
     recorder = None if inspection is None else inspection.recorder
     if mismatches or replay.state == _RUNNING:
         _compare(frame, replay, mismatches, recorder)
-    if verification is not None and verification.leaves is not None:
+    if leaves is not None and verification is not None:
         if replay.strangers:
             verification.another_leaf(frame.region(), replay.strangers)
-        verification.leaves.note_versions()  # what the function itself changes is its own affair
+        leaves.note_versions()  # what the function itself changes is its own affair
     if recorder is not None:
         _compare_values(frame, replay, recorder)
     return replay

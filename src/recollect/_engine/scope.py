@@ -43,6 +43,7 @@ class Scope:
     opened: Opened | None = None  # where a module's hooks began it, and no function of ours is around it
     unpack: Callable[[Any], Tensor]  # the other half of `pack`, in a forward
     is_bare = True  # whether the engine itself has no context to enter around a forward
+    names: Any = ()  # the paths of the named regions that were called, until the policy matched
 
     def __init__(
         self,
@@ -58,7 +59,6 @@ class Scope:
         self.around = around
         self.position: int = frame.start
         self.path = frame.path  # of the named regions that are open
-        self.names: list[str] = []  # the paths of the named regions that were called, until the policy matched
         if replaying:
             self.replaying = self.following = True
         if around is not None:
