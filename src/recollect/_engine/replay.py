@@ -133,7 +133,8 @@ class Replay:
 
     def met(self, index: int, tensor: Tensor) -> None:
         """Take note of another leaf than the forward saved, or of a view of one."""
-        self.strangers += ((index, weakref.ref(tensor if tensor._base is None else tensor._base)),)
+        if index <= self.last:  # what comes later is not counted, and has no number of its own
+            self.strangers += ((index, weakref.ref(tensor if tensor._base is None else tensor._base)),)
 
     def pack(self, index: int, tensor: Tensor) -> Tensor:
         """Do all that may have to be done when a tensor is packed."""
