@@ -264,7 +264,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
     if verification is not None and verification.leaves is not None:
         if replay.strangers:
             verification.another_leaf(frame.region(), replay.strangers)
-        verification.leaves.note_versions()  # what the function itself changes is its own affair
+        verification.leaves.replay_ended()
     if recorder is not None:
         _compare_values(frame, replay, recorder)
     return replay
