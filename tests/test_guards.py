@@ -5,6 +5,7 @@ Every case is tried in the first step, which is recorded, in a later one, which 
 
 import copy
 import functools
+import gc
 import random
 import types
 import warnings
@@ -725,3 +726,28 @@ def test_what_is_saved_after_the_last_needed_tensor_is_not_taken_for_another_lea
     drop_in(block, x, early_stop=False).sum().backward()
     assert torch.equal(x.grad, w)
     assert torch.equal(w.grad, x)
+
+
+@pytest.mark.parametrize("way", ["later step", "metadata", "drop-in"])
+def test_what_was_stepped_and_is_gone_by_now_is_not_taken_for_another(way):
+    """Python gives its identity to the next tensor."""
+    run, steps = WAYS[way]
+    stepped = []
+
+    def function(x):
+        if recollect.is_recomputing():
+            stepped.clear()
+        for _ in range(20):
+            x = x.sin()
+        return x
+
+    for _ in range(steps):
+        run(function, leaf(4)).sum().backward()
+    y = run(function, leaf(4))
+    stepped += [nn.Parameter(torch.ones(4)) for _ in range(20)]
+    for parameter in stepped:
+        parameter.grad = torch.ones(4)
+    torch.optim.SGD(stepped, lr=0.1).step()
+    del parameter
+    gc.collect()  # the optimizer
+    y.sum().backward()

@@ -536,6 +536,25 @@ def changed_in_place(rank):
     return seen.counts.get(GATHER, 0)
 
 
+def changed_unseen(rank):
+    """Between two regions that are given the same tensor, in a way that leaves its version as it was."""
+
+    def function(x):
+        return x.sin().exp()
+
+    region = recollect.remat(function, inputs=all_ranks())
+    x = a_batch().requires_grad_()
+    region(x * 2).sum().backward()  # the first one is compared by value
+    y = x * 2
+    values, results = [], []
+    for factor in (1, 3, 1):
+        y.data.mul_(factor)
+        values.append(y.detach().clone().requires_grad_())
+        results.append(region(y).sum())
+    grads = [torch.autograd.grad(result, y)[0] for result in results]
+    return equal(grads, [torch.autograd.grad(function(one).sum(), one)[0] for one in values])
+
+
 def groups_that_are_gone(rank):
     """The last scenario: it ends the job, and begins another."""
     x = a_batch().requires_grad_()
@@ -573,6 +592,7 @@ SCENARIOS = [
     in_another_thread,
     not_copies,
     changed_in_place,
+    changed_unseen,
     groups_that_are_gone,
 ]
 
@@ -757,6 +777,10 @@ def test_later_steps_are_not_compared_unless_they_are_to_be(results):
 
 def test_an_input_that_was_changed_in_place_is_found(results):
     assert results.same("changed_in_place") == 1
+
+
+def test_each_region_keeps_the_values_that_its_forward_was_given(results):
+    assert results.same("changed_unseen")
 
 
 def test_a_backward_after_the_groups_are_gone(results):

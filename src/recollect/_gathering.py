@@ -40,6 +40,7 @@ from recollect._torch import (
     StorageReference,
     all_gather,
     at_end_of_pass,
+    can_be_recorded,
     dtensor_like,
     graph_task_id,
     has_plain_memory,
@@ -100,11 +101,14 @@ def _part_of(tensor: Tensor, team: Team) -> _Part:
     """A new part, or the one that is kept of the same values already."""
     place = storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
     key = (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg(), version_of(tensor), team.ranks)
+    part = _Part(tensor, team)
     known = _parts.get(key)
-    part = None if known is None else known()
-    if part is None:
-        part = _Part(tensor, team)
-        _parts[key] = weakref.ref(part, partial(_forget, key))
+    kept = None if known is None else known()
+    # A change through `.data` leaves the version as it was, so values are looked at: of this part alone, and only
+    # where a region is given what one before it was.
+    if kept is not None and can_be_recorded() and torch.equal(kept.values, part.values):
+        return kept
+    _parts[key] = weakref.ref(part, partial(_forget, key))
     return part
 
 
@@ -137,6 +141,14 @@ class _Arrival:
 _abandoned: list[tuple[Any, Tensor]] = []  # those that nobody asked for and that are not done: they write to memory
 
 
+class _Begun(dict[int, _Arrival]):
+    """What is on its way for one pass, which owns it: what nobody asks for is gone with it, also if it fails."""
+
+    def __call__(self) -> None:
+        """The pass has ended. Who owns it may live on."""
+        self.clear()
+
+
 # --- One region ---
 
 
@@ -162,8 +174,8 @@ class _Cut:
 class Gathering:
     """The inputs of one region call: saved-tensor hooks for them."""
 
-    _arrivals: dict[int, _Arrival]
-    _pass = -1  # for which they were begun
+    _begun_for = -1  # the pass for which parts were begun last
+    _arrivals: weakref.ref[_Begun] | None = None
     _asked_in = -1  # the last pass that came for one
     _before: tuple[Any, weakref.ref[Gathering]] | None = None  # the region before this one, and a node of it
 
@@ -227,9 +239,10 @@ class Gathering:
             if task < 0:
                 arrival = self._begin(index)
             else:
-                if self._pass != task or index not in self._arrivals:
-                    self._begin_all(task)
-                arrival = self._arrivals.pop(index)
+                arrivals = None if self._begun_for != task or self._arrivals is None else self._arrivals()
+                if arrivals is None or index not in arrivals:
+                    arrivals = self._begin_all(task)
+                arrival = arrivals.pop(index)
                 if self._asked_in != task:
                     self._asked_in = task
                     self._begin_what_follows(task)
@@ -240,39 +253,19 @@ class Gathering:
         _abandoned[:] = [one for one in _abandoned if not one[0].is_completed()]
         return _Arrival(self._parts[index], self._team)
 
-    def _begin_all(self, task: int) -> None:
-        self._arrivals = {index: self._begin(index) for index in range(len(self._parts))}
-        self._pass = task
+    def _begin_all(self, task: int) -> _Begun:
+        arrivals = _Begun((index, self._begin(index)) for index in range(len(self._parts)))
+        at_end_of_pass(arrivals)
+        self._begun_for, self._arrivals = task, weakref.ref(arrivals)
+        return arrivals
 
     def _begin_what_follows(self, task: int) -> None:
         if self._before is None:
             return
         node, reference = self._before
         before = reference()
-        if before is not None and before._pass != task and will_run(node):
+        if before is not None and before._begun_for != task and will_run(node):
             before._begin_all(task)
-            at_end_of_pass(_EndOfPass(reference, task))
-
-    def pass_ended(self, task: int) -> None:
-        """Let go of what was begun and not asked for."""
-        if self._pass == task:
-            self._arrivals = {}
-
-
-class _EndOfPass:
-    """Called by autograd at the end of a pass, or gone without that if the pass failed."""
-
-    __slots__ = ("_reference", "_task")
-
-    def __init__(self, reference: weakref.ref[Gathering], task: int) -> None:
-        self._reference, self._task = reference, task
-
-    def __call__(self) -> None:
-        gathering = self._reference()
-        if gathering is not None:
-            gathering.pass_ended(self._task)
-
-    __del__ = __call__
 
 
 _lock = threading.RLock()

@@ -14,9 +14,9 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -203,8 +203,26 @@ def leaf_of(tensor: Tensor) -> Tensor | None:
         return leaf if leaf.is_leaf and leaf.requires_grad else None
 
 
-def _is_gathered(leaf: Tensor) -> bool:
-    return bool(process_groups) and source_of(leaf) is not None
+class _Gathered:
+    """A weight that is gathered from shards, and how those were when a forward ended. Holds none of them."""
+
+    __slots__ = ("_goes_away", "_shards", "_source", "_versions", "tensor")
+
+    def __init__(self, tensor: Tensor, source: Sharded) -> None:
+        shards = source.shards()
+        self.tensor = weakref.ref(tensor)
+        self._source = source
+        self._goes_away = source.goes_away_after_forward()
+        self._shards = [weakref.ref(shard) for shard in shards]
+        self._versions = versions_of(shards)
+
+    def is_changed(self, *, was_replayed: bool) -> bool:
+        """Whether it was let go of since, and is gathered from others, or from the same ones changed in place."""
+        source = self._source
+        if not (self._goes_away or source.is_away() or (was_replayed and source.goes_away_after_backward())):
+            return False
+        shards = source.shards()
+        return versions_of(shards) != self._versions or any(map(is_not, shards, (one() for one in self._shards)))
 
 
 class Leaves:
@@ -216,8 +234,8 @@ class Leaves:
     _at_home: Sequence[Tensor | None] = ()  # the parameters that the function reads, where its modules have them
     _others: Sequence[weakref.ref[Tensor]] = ()
     _versions_of_others: Sequence[int] = ()
-    _shards: Sequence[tuple[Tensor, Tensor, Sharded]] = ()  # those that a leaf is gathered from anew, and the leaf
-    _versions_of_shards: Sequence[int] = ()
+    _gathered: Sequence[_Gathered] = ()  # what of all that is gathered from shards
+    _was_replayed = False
 
     def __init__(self, known: Known) -> None:
         self._known = known
@@ -236,8 +254,7 @@ class Leaves:
         read: list[Tensor | None] = []
         if record is not None:
             read = [one.tensor() for one in record.reads.values() if one.memory not in record.changed]
-            # What is gathered for the first time comes to be inside, and is there for good.
-            for slot in [slot for slot, leaf in by_slot.items() if record.made(leaf) and not _is_gathered(leaf)]:
+            for slot in [slot for slot, leaf in by_slot.items() if record.made(leaf)]:
                 del by_slot[slot]
         elif self._known.reads:
             read = [reference() for reference in self._known.reads]
@@ -254,49 +271,37 @@ class Leaves:
             elif not tensor.requires_grad:
                 others[id(tensor)] = tensor
         self.watched = list(leaves.values())
+        self._versions = versions_of(self.watched)
         if process_groups:
-            self._find_shards()
-        self.note_versions()
+            read_there = (*self.watched, *others.values())
+            self._gathered = [_Gathered(one, source) for one in read_there if (source := source_of(one)) is not None]
         if others:
             # A graph holds its leaves, and nothing else that a function has read: neither may this.
             self._others = [weakref.ref(tensor) for tensor in others.values()]
             self._versions_of_others = versions_of(list(others.values()))
 
-    def _find_shards(self) -> None:
-        found = []
-        for leaf in self.watched:
-            source = source_of(leaf)
-            if source is not None and source.goes_away():
-                found += [(shard, leaf, source) for shard in source.shards()]
-        self._shards = found
-
-    def _changed_shards(self) -> list[Tensor]:
-        """What is gathered from shards that were changed in place since, or from others by now."""
-        now = versions_of([shard for shard, _, _ in self._shards])
-        return [
-            leaf
-            for (shard, leaf, source), version, then in zip(self._shards, now, self._versions_of_shards, strict=True)
-            if version != then or not any(map(partial(is_, shard), source.shards()))
-        ]
+    def _gathered_anew(self) -> list[Tensor]:
+        """What a replay reads of other values: its shards were changed in place since the forward, or replaced."""
+        changed = [one.tensor() for one in self._gathered if one.is_changed(was_replayed=self._was_replayed)]
+        return [tensor for tensor in changed if tensor is not None]
 
     def read(self) -> list[Tensor]:
         """All that is watched."""
         return [*self.watched, *(tensor for one in self._others if (tensor := one()) is not None)]
 
-    def note_versions(self) -> None:
-        """Take the versions of now for those that count."""
+    def replay_ended(self) -> None:
+        """Take the versions of now for those that count: what the function itself changes is its own affair."""
+        self._was_replayed = True
         if self.watched:
             self._versions = versions_of(self.watched)
-        if self._shards:
-            self._versions_of_shards = versions_of([shard for shard, _, _ in self._shards])
 
     def are_as_they_were(self) -> bool:
         """Whether everything that is watched is in its place and unchanged."""
         if self.watched and versions_of(self.watched) != self._versions:
             return False
-        if self._others and self.changed(others=True):
+        if self._others and self._changed_others():
             return False
-        if self._shards and self._changed_shards():
+        if self._gathered and self._gathered_anew():
             return False
         return not self._at_home or all(map(is_, self._at_home, self._known.at_home()))
 
@@ -304,18 +309,20 @@ class Leaves:
         """The first saved leaf that was changed in place since."""
         saved = {id(leaf) for leaf in self.by_slot.values()}
         pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
-        changed = [leaf for leaf, now, then in pairs if now != then] + self._changed_shards()
+        changed = [leaf for leaf, now, then in pairs if now != then] + self._gathered_anew()
         return next((leaf for leaf in changed if id(leaf) in saved), None)
 
-    def changed(self, *, others: bool) -> set[int]:
-        """The identities of what else was changed in place since: read and not saved, `others` than leaves too."""
+    def changed(self, *, others: bool) -> list[Tensor]:
+        """What else was changed in place since: read and not saved, `others` than leaves too."""
         pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
-        found = {id(leaf) for leaf, now, then in pairs if now != then} | set(map(id, self._changed_shards()))
-        for reference, then in zip(self._others, self._versions_of_others, strict=True) if others else ():
-            tensor = reference()
-            if tensor is not None and versions_of((tensor,)) != [then]:
-                found.add(id(tensor))
-        return found
+        found = [leaf for leaf, now, then in pairs if now != then]
+        found += [one for one in self._gathered_anew() if others or one.requires_grad]
+        return found + self._changed_others() if others else found
+
+    def _changed_others(self) -> list[Tensor]:
+        pairs = zip(self._others, self._versions_of_others, strict=True)
+        there = [(tensor, then) for one, then in pairs if (tensor := one()) is not None]
+        return [tensor for tensor, then in there if versions_of((tensor,)) != [then]]
 
     def is_another(self, slot: int, tensor: Tensor) -> bool:
         """Whether a replay saves another leaf than the forward did."""
@@ -336,9 +343,10 @@ class Leaves:
 class Reading(OperatorMode):
     """Looks for some tensors among the arguments of operators, as long as what these compute is of use."""
 
-    def __init__(self, suspects: set[int]) -> None:
+    def __init__(self, suspects: Iterable[Tensor]) -> None:
         super().__init__()
-        self._suspects = suspects
+        # By identity, which another one may get when they are gone.
+        self._suspects = {id(one): weakref.ref(one) for one in suspects}
         self.found: Tensor | None = None
         self.paused = False
 
@@ -353,7 +361,8 @@ class Reading(OperatorMode):
         for value in values:
             if isinstance(value, Tensor):
                 owner = value if value._base is None else value._base
-                if id(owner) in self._suspects:
+                suspect = self._suspects.get(id(owner))
+                if suspect is not None and suspect() is owner:
                     self.found = owner
             elif isinstance(value, (list, tuple)):
                 self._look(value)

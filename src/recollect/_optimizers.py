@@ -55,9 +55,11 @@ def _forget(place: int, _: object) -> None:
     _last.pop(place, None)
 
 
-def stepped_since(count: int) -> set[int]:
-    """The identities of the parameters that were stepped after the `count`-th step."""
-    return {place for place, number in list(_last.items()) if number > count}
+def stepped_since(count: int) -> dict[int, Tensor]:
+    """The parameters that were stepped after the `count`-th step, by identity."""
+    # A copy made at once: a garbage collection in between may take entries out.
+    there = [(place, one()) for place, one in _references.copy().items() if _last.get(place, 0) > count]
+    return {place: parameter for place, parameter in there if parameter is not None}
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -27,6 +27,7 @@ from torch import Tensor
 from recollect._digest import Digest, alias_of, copies, digest, summary
 from recollect._errors import Signature
 from recollect._inputs import find_tensors
+from recollect._shards import is_gathered
 from recollect._torch import (
     METADATA_OPERATORS,
     OperatorMode,
@@ -38,12 +39,14 @@ from recollect._torch import (
     gives_views,
     is_default_generator,
     is_library_file,
+    is_work_of_fsdp,
     leaves_unwritten,
     locals_of,
     makes_unwritten_memory,
     may_be_unfilled,
     may_give_unwritten_memory,
     overwrites,
+    process_groups,
     running_statistics,
     storage_key,
     without_any_torch_function,
@@ -229,6 +232,8 @@ class Recorder(OperatorMode):
             or getattr(func, "namespace", "") in _NOT_THE_FUNCTION_S
         ):
             return func(*args, **kwargs)
+        if process_groups and is_work_of_fsdp(sys._getframe().f_back):
+            return self._pass_over(func, args, kwargs)
         if not self.results:
             return self._briefly(func, args, kwargs)
         code, line, modules = self._look_at_stack(sys._getframe().f_back)  # None in a thread of autograd's
@@ -263,6 +268,14 @@ class Recorder(OperatorMode):
                     self._unknown -= {storage_key(one) for one in self._targets(func, args, kwargs)}
                 self._look_at_results(func, args, list(_tensors((result,))))
                 self.fill()
+        return result
+
+    def _pass_over(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that is not the function's, and take note of no more than that memory came to be here."""
+        result = func(*args, **kwargs)
+        with without_any_torch_function():
+            given = {storage_key(one) for one in _tensors((*args, *kwargs.values()))}
+            self._made.update(key for key in map(storage_key, _tensors((result,))) if key not in given)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -326,9 +339,10 @@ class Recorder(OperatorMode):
                 self._unknown.discard(key)
                 if not self.muted:
                     self._changes.append((len(self.steps), key))
-            if key in self._made:
-                continue
             owner = tensor if tensor._base is None else tensor._base
+            # What is gathered for the first time comes to be inside, and is there for good.
+            if key in self._made and not is_gathered(owner):
+                continue
             if id(owner) not in self.reads and not self.muted:
                 values = digest(owner) if self.results else None
                 self.reads[id(owner)] = Read(weakref.ref(owner), signature(owner), values, len(self.steps), key)
@@ -366,7 +380,8 @@ class Recorder(OperatorMode):
         return code, line, tuple(reversed(modules))
 
 
-# What wrappers around a model do while a function runs, and not in every run of it.
+# What wrappers around a model do while a function runs, and not in every run of it. (What FSDP does besides is known by
+# where it is done.)
 _NOT_THE_FUNCTION_S = frozenset(("c10d", "_c10d_functional", "fsdp"))
 
 

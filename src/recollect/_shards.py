@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from recollect._torch import Sharded, flattened, fully_sharded, mesh_of, process_groups
 
@@ -26,7 +27,9 @@ _gathered: dict[int, dict[int, weakref.ref[Tensor]]] = {}
 
 
 def source_of(leaf: Tensor) -> Sharded | None:
-    """Where a leaf is gathered from; None if it is a parameter like any other."""
+    """Where a leaf is gathered from; None if it is a parameter like any other, or none at all."""
+    if not isinstance(leaf, Parameter):
+        return None
     known = _leaves.get(id(leaf))
     if known is None or known[0]() is not leaf:
         for gathered, place in fully_sharded():
@@ -38,6 +41,11 @@ def source_of(leaf: Tensor) -> Sharded | None:
     if source is not None:
         _tie(leaf, source.shards())
     return source
+
+
+def is_gathered(tensor: Tensor) -> bool:
+    """Whether it is gathered from anywhere."""
+    return bool(process_groups) and source_of(tensor) is not None
 
 
 def _learn(leaf: Tensor, source: Sharded | None) -> tuple[weakref.ref[Tensor], Sharded | None]:

@@ -1343,8 +1343,12 @@ class Sharded:
         """Whether what was gathered is not there now, and will come from the shards when it is next asked for."""
         raise NotImplementedError
 
-    def goes_away(self) -> bool:
-        """Whether that is so from the end of every forward on."""
+    def goes_away_after_forward(self) -> bool:
+        """Whether that is so from the end of every forward on, until backward comes to it."""
+        raise NotImplementedError
+
+    def goes_away_after_backward(self) -> bool:
+        """Whether that is so from the end of every backward on."""
         raise NotImplementedError
 
 
@@ -1364,9 +1368,13 @@ class _FullySharded(Sharded):
         # If it is sharded between fewer ranks after the forward, it is gathered from there, as it was.
         return group is not None and group.is_sharded
 
-    def goes_away(self) -> bool:
+    def goes_away_after_forward(self) -> bool:
         group = self._group()
         return group is not None and group._reshard_after_forward and not group._use_post_forward_mesh
+
+    def goes_away_after_backward(self) -> bool:
+        group = self._group()
+        return group is not None and group.reshard_after_backward
 
 
 class _Flattened(Sharded):
@@ -1382,8 +1390,11 @@ class _Flattened(Sharded):
         gathered = getattr(self._flat(), "_full_param_padded", None)
         return gathered is None or gathered.untyped_storage().size() == 0
 
-    def goes_away(self) -> bool:
+    def goes_away_after_forward(self) -> bool:
         return False  # the parameter does not say
+
+    def goes_away_after_backward(self) -> bool:
+        return False
 
 
 def fully_sharded() -> Iterator[tuple[torch.Tensor, Sharded]]:
@@ -1406,6 +1417,19 @@ def fully_sharded() -> Iterator[tuple[torch.Tensor, Sharded]]:
 def flattened(leaf: torch.Tensor) -> Sharded | None:
     """Where the parameter of a FullyShardedDataParallel comes from; None of any other."""
     return _Flattened(leaf) if getattr(leaf, "_is_flat_param", False) else None
+
+
+# Where FSDP, 1 and 2, does its work around the forwards of modules. (2.11 to 2.15.)
+_OF_FSDP = os.path.join(_LIBRARIES[0], "distributed", "fsdp") + os.sep
+
+
+def is_work_of_fsdp(frame: FrameType | None) -> bool:
+    """Whether what runs in a Python frame gathers, casts or lets go around the forward of a module."""
+    while frame is not None and frame.f_code is not _CALL_IMPL and is_library_file(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_OF_FSDP):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def gathers_twice(module: torch.nn.Module) -> bool:

@@ -152,9 +152,9 @@ class Verification:
     def _suspects(self) -> Reading | None:
         """What looks for tensors that were changed since the forward, if there are any, and are read by the replay."""
         # Where values are compared, they say more than that something was changed.
-        changed = set() if self.leaves is None else self.leaves.changed(others=self.record is None)
+        changed = [] if self.leaves is None else self.leaves.changed(others=self.record is None)
         if Steps.count != self._steps:
-            changed |= stepped_since(self._steps)
+            changed += stepped_since(self._steps).values()
         return Reading(changed) if changed else None
 
     def _probe_for_replay(self) -> Probe | None:

@@ -148,7 +148,7 @@ class Chain:
         self.outside_versions: list[int] = []
         self.others: dict[int, Tensor] = {}  # that steps have, may read, and that need no grad
         self._other_versions: list[int] = []
-        self.late: set[int] = set()  # identities of those that steps were not seen to change, and did
+        self.late: dict[int, Tensor] = {}  # by identity, those of them that steps were not seen to change, and did
         self.makes_graphs = False  # whether steps turn grad mode on themselves
         self.cuts: list[int] = []  # places of tensors from outside for which leaves stand
         self.steps_then = 0
@@ -195,12 +195,11 @@ class Chain:
             if any(known.is_swapped(known.modules(), putting=swapping.replays > 0) for known in self.known.values()):
                 self.state += (Swapped(modules),)
 
-    def changed_others(self) -> set[int]:
-        """The identities of tensors without grad that were changed in place since the first run."""
-        if not self.others:
-            return set()
-        pairs = zip(self.others, versions_of(list(self.others.values())), self._other_versions, strict=True)
-        return {place for place, now, then in pairs if now != then and not self.hidden.has(self.others[place])}
+    def changed_others(self) -> list[Tensor]:
+        """Tensors without grad that were changed in place since the first run."""
+        others = list(self.others.values())
+        pairs = zip(others, versions_of(others), self._other_versions, strict=True)
+        return [tensor for tensor, now, then in pairs if now != then and not self.hidden.has(tensor)]
 
     def compares_values(self) -> bool:
         """Whether states are compared by value when they are reached again."""
@@ -244,6 +243,7 @@ class Chain:
         self.pending = None
         self.outside = Outside()
         self.others = {}
+        self.late = {}
         self._functions = ()
         self.sole = None
 

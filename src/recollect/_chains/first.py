@@ -329,7 +329,7 @@ class FirstRun:
         now = versions_of(list(chain.others.values()))
         for (place, tensor), version in zip(chain.others.items(), now, strict=True):
             if version != self._other_versions[place] and chain.hidden.add(tensor, is_read=False):
-                chain.late.add(place)
+                chain.late[place] = tensor
 
     def _find_outside(
         self,
@@ -390,7 +390,7 @@ class FirstRun:
                 is_read and self.state and chain.hidden.is_only_written(tensor)
             ):  # by a step before, from what is not known
                 self._note_others([tensor])
-                chain.late.add(id(tensor))
+                chain.late[id(tensor)] = tensor
         self.slots.learn(
             (write.alias, write.before if write.is_read and write.matters else None)
             for write in looking.writes.values()

@@ -167,7 +167,7 @@ def _run_pass(
         restore(chain.state, undo)
         changed = chain.changed_others()
         reading = Reading(changed) if changed else None
-        late = ReadingValues(chain.late) if chain.late else None
+        late = ReadingValues(chain.late.values()) if chain.late else None
         with (
             reading or contextlib.nullcontext(),
             late or contextlib.nullcontext(),

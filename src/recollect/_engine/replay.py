@@ -262,7 +262,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
     if leaves is not None and verification is not None:
         if replay.strangers:
             verification.another_leaf(frame.region(), replay.strangers)
-        leaves.note_versions()  # what the function itself changes is its own affair
+        leaves.replay_ended()
     if recorder is not None:
         _compare_values(frame, replay, recorder)
     return replay
