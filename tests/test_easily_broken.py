@@ -3,11 +3,13 @@
 import gc
 import weakref
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import mutants
 import recollect
 from recollect import CheckpointError, Save, _ambient, checkpoint, pin, region
 from tools import assert_equal, leaf
@@ -167,3 +169,11 @@ def test_a_policy_around_does_not_see_what_happens_once():
         torch.manual_seed(0)
         noise = torch.rand(4)
         assert_equal(grad, torch.autograd.grad((x.sin() * noise).sin().sum(), x)[0])
+
+
+# --- The faults themselves ---
+
+
+@pytest.mark.parametrize("fault", mutants.FAULTS, ids=lambda fault: fault.name.replace(" ", "_"))
+def test_a_fault_can_be_planted_where_the_code_is_now(fault):
+    mutants.plant(fault, Path(recollect.__file__).parent.parent)
