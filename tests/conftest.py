@@ -8,6 +8,12 @@ from tools import CountOperators, ambient_state
 torch.set_num_threads(1)
 
 
+def pytest_collectreport(report):
+    """A test file that cannot be imported is an error: pytest, which looks for doctests too, would skip it silently."""
+    if report.skipped and "unable to import module" in str(report.longrepr) and report.nodeid.startswith("tests/"):
+        raise pytest.UsageError(f"{report.nodeid} cannot be imported")
+
+
 @pytest.fixture(autouse=True)
 def _leaves_no_state_behind():
     before = ambient_state()

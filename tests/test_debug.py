@@ -330,6 +330,23 @@ def test_an_exception_in_the_replay_leaves_no_mode(kind):
     assert _get_current_dispatch_mode() is None
 
 
+def test_an_exception_in_the_replay_alone_is_noted():
+    first = Once()
+
+    def function(x):
+        y = x.sin() if first() else x.cos()
+        if y[0] > 0.5:
+            raise KeyError("replay")
+        return y.exp()
+
+    y = recollect.checkpoint(function, torch.zeros(3, requires_grad=True), debug=True)
+    with pytest.raises(KeyError, match="replay") as info:
+        y.sum().backward()
+    [note] = info.value.__notes__
+    assert "It was raised in a replay of the checkpointed region" in note
+    assert "cos" in note
+
+
 def test_other_errors_carry_the_operators_too():
     def changes_what_was_saved(x):
         y = x.exp()

@@ -19,8 +19,11 @@ from tools import LiveBytes, engine_objects, garbage_collector_off, in_backward,
 
 @pytest.fixture(autouse=True, scope="module")
 def _look_only_at_what_the_tests_make():
-    """Torch imports much at the first use of a dispatch mode. Older objects are put out of the collector's sight."""
-    checkpoint(torch.sin, leaf(3), debug=True).sum().backward()
+    """Torch imports much at the first use of a dispatch mode, and again of one inside another: what it leaves then is
+    for the collector, and a frame of the import keeps all that called it. Older objects are put out of its sight.
+    """
+    with LiveBytes():
+        checkpoint(torch.sin, leaf(3), debug=True).sum().backward()
     gc.collect()
     gc.freeze()
     yield

@@ -1,5 +1,6 @@
 """Regions whose tensors, weights and experts are spread over two ranks: the same gradients, and collectives counted."""
 
+import contextlib
 import threading
 import weakref
 
@@ -7,7 +8,6 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as functional
 from torch import distributed, nn
-from torch.distributed import _dist2
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import implicit_replication
@@ -251,13 +251,24 @@ def in_another_thread(function):
         raise error
 
 
+@contextlib.contextmanager
+def of_this_thread(group):
+    """`torch.distributed._dist2.process_group`, of which torch 2.15 has only what is under it."""
+    before = torch._C._distributed_c10d._current_process_group()
+    torch._C._distributed_c10d._set_process_group(group)
+    try:
+        yield
+    finally:
+        torch._C._distributed_c10d._set_process_group(before)
+
+
 def contexts(rank):
     """Meshes, default groups and what DTensors go by: from the forward, in a backward of another thread."""
     mesh = mesh_of_all()
     alone = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "tp"))
     other = distributed.new_group(list(range(RANKS)))
     constant = torch.arange(4.0)
-    current, of_this_thread = _dist2.current_process_group, _dist2.process_group
+    current = torch._C._distributed_c10d._current_process_group
     seen = []
 
     def function(x):

@@ -275,6 +275,8 @@ def _decided_class(own: type[Module]) -> type[Module]:
     if made is None:
         names = ("__module__", "__qualname__", "__doc__")
         namespace = {name: getattr(own, name) for name in names}
+        if "__firstlineno__" in vars(own):  # Python 3.13 finds the source of a class by it
+            namespace["__firstlineno__"] = vars(own)["__firstlineno__"]
         if hasattr(own, "__deepcopy__"):
             namespace["__deepcopy__"] = _deepcopy
         meta: Any = type(own)

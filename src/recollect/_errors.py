@@ -6,6 +6,7 @@ A message says what happened, where, what was expected and got, and what to do. 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import reprlib
@@ -451,21 +452,22 @@ def different_values(
 
 
 def add_note(error: Exception, region: str, finding: Any) -> None:
-    """Say on an error of the user's function in a replay where the replay parts from the forward (Python 3.11)."""
-    if finding is not None and finding.lines and hasattr(error, "add_note"):
+    """Say on an error of the user's function in a replay where the replay parts from the forward."""
+    if finding is not None and finding.lines:
         lines = [
             f"It was raised in a replay of the checkpointed region {region}, and not in its forward.",
             *finding.lines,
         ]
-        error.add_note("\n".join(lines))
+        note(error, "\n".join(lines))
 
 
 def note(error: BaseException, text: str) -> None:
     """`error.add_note(text)`; Python 3.10 does not show notes, but programs can read them."""
-    if hasattr(error, "add_note"):
-        error.add_note(text)
-    else:
-        error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]
+    with contextlib.suppress(Exception):  # an error that takes no notes is raised all the same
+        if hasattr(error, "add_note"):
+            error.add_note(text)
+        else:
+            error.__notes__ = [*getattr(error, "__notes__", ()), text]  # type: ignore[attr-defined]
 
 
 # Every note about a rank begins so. An error that has one has been told about already.
@@ -706,9 +708,9 @@ def not_in_reentrant(function: str) -> RuntimeError:
 
 
 def add_step(error: Exception, step: str, *, again: bool = False) -> None:
-    """Say on an error of the user's step which one it was (Python 3.11)."""
-    if hasattr(error, "add_note") and not isinstance(error, CheckpointError):
-        error.add_note(f"It was raised in {step}{', which was run again for backward' if again else ''}.")
+    """Say on an error of the user's step which one it was."""
+    if not isinstance(error, CheckpointError):
+        note(error, f"It was raised in {step}{', which was run again for backward' if again else ''}.")
 
 
 def opaque_state(path: str, value: object) -> TypeError:
