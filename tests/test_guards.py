@@ -751,3 +751,30 @@ def test_what_was_stepped_and_is_gone_by_now_is_not_taken_for_another(way):
     del parameter
     gc.collect()  # the optimizer
     y.sum().backward()
+
+
+def test_a_plain_view_of_a_subclass_does_not_wake_it():
+    class Loud(torch.Tensor):
+        heard = []  # noqa: RUF012
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.heard.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    weight = torch.Tensor._make_subclass(Loud, leaf(4).detach(), True)
+
+    def function(x):
+        with torch._C.DisableTorchFunctionSubclass():
+            view = weight.view(2, 2)
+        assert type(view) is torch.Tensor
+        assert type(view._base) is Loud
+        return (x * view.sin()).cos()
+
+    function(leaf(2, 2))
+    once = list(Loud.heard)
+    Loud.heard.clear()
+    y = drop_in(function, leaf(2, 2))
+    assert Loud.heard == once
+    y.sum().backward()
+    assert Loud.heard == once * 2

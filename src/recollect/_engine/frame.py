@@ -353,11 +353,13 @@ def prepare(
             except RuntimeError:
                 now = signature(tensor)
             # Nearly all are neither leaves nor views of one.
-            leaf = tensor._base
-            if leaf is None:
-                leaf = tensor
-            if not leaf.is_leaf or id(leaf) in arguments:
-                leaf = None
+            base = tensor._base
+            if base is None or type(base) in PLAIN_TYPES:
+                leaf = tensor if base is None else base
+                if not leaf.is_leaf or not leaf.requires_grad or id(leaf) in arguments:
+                    leaf = None
+            else:
+                leaf = leaf_of(tensor)
         else:
             now, leaf = signature(tensor), leaf_of(tensor)
         # Equal neighbours share one signature: less for the garbage collector to look at.
@@ -366,7 +368,7 @@ def prepare(
         add_signature(last)
         slot = FIRST_SLOT + len(slots)
         add_slot(slot)
-        if leaf is not None and verification is not None and leaf.requires_grad:
+        if leaf is not None and verification is not None:
             verification.saved(slot - FIRST_SLOT, leaf)
         return slot
 
