@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from recollect._schedules import hrevolve as module
 from recollect.schedules import ScheduleError, extra_forwards, hrevolve, revolve
+from tools import patience
 
 NAMES = ("device", "cpu", "disk")
 
@@ -159,7 +160,7 @@ def test_thousands_of_steps_take_seconds():
         return time.process_time() - begin, schedule
 
     seconds, schedule = min((timed() for _ in range(2)), key=lambda pair: pair[0])
-    assert seconds < 5
+    assert seconds < patience(8)
     assert schedule.name == "hrevolve"  # exact
     counts = schedule.check()
     # Between what as many slots would take for nothing, and what the first tier takes alone.

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from recollect.schedules import Backward, Chain, Drop, Forward, Keep, Restore, ScheduleError, revolve, rotor
+from tools import patience
 
 
 def best_of_all(chain, budget):
@@ -276,14 +277,11 @@ def timed(chain, budget):
 
 
 @pytest.mark.parametrize("part", [0.15, 0.5])
-def test_a_hundred_different_steps_take_less_than_two_seconds(part):
+def test_a_hundred_different_steps_take_seconds(part):
     chain = different_steps(100, 1)
     budget = int(sum(chain.saved_bytes) * part)
-    for _ in range(3):  # others may be at work
-        seconds, schedule = timed(chain, budget)
-        if seconds < 2:
-            break
-    assert seconds < 2
+    seconds, schedule = timed(chain, budget)
+    assert seconds < patience(4)
     assert schedule.peak() <= budget
 
 
@@ -294,7 +292,7 @@ def equal_steps(length):
 
 def test_equal_steps_are_planned_at_once():
     seconds, schedule = timed(equal_steps(200), 100 * 4_130_001)
-    assert seconds < 1
+    assert seconds < patience(1)
     assert schedule.peak() <= 100 * 4_130_001
 
 
@@ -304,4 +302,4 @@ def test_too_many_different_steps_are_refused_at_the_door():
         rotor(different_steps(400, 1), 10**9)
     with pytest.raises(ScheduleError, match=r"must be shorter, .* where all are alike, use revolve"):
         rotor(equal_steps(100_000), 10**9)
-    assert time.process_time() - begin < 2
+    assert time.process_time() - begin < patience(2)

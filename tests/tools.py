@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import time
 from collections import Counter
 
 import torch
@@ -31,6 +32,19 @@ def leaf(*shape, dtype=torch.float32, seed=0):
     """A leaf that needs grad, with values that differ from each other."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+def patience(seconds):
+    """A limit in seconds for something that takes half as long on a quiet machine; longer on a slow or busy one.
+
+    To find what takes another order of time than it should, not to measure it: that is for the benchmarks.
+    """
+    slowest = 0.0
+    for _ in range(3):
+        begin = time.process_time()
+        sum([number * number for number in range(300_000)])
+        slowest = max(slowest, time.process_time() - begin)
+    return seconds * max(1.0, slowest / 0.015)
 
 
 class CountOperators(TorchDispatchMode):
