@@ -633,7 +633,7 @@ def test_each_region_is_gathered_once_ahead_of_its_replay(results):
 
 
 def test_a_forward_communicates_only_where_it_is_compared(results):
-    """By objects, once for each region. Since torch 2.15 these go by the collective that gathers parts, too."""
+    """By objects, once for each region. In torch 2.15 these go by the collective that gathers parts, too."""
     found = results.same("first_and_later_steps")
     assert found["parts"]["forward"] == []
     for name in ("first", "values"):

@@ -1427,7 +1427,8 @@ def is_work_of_fsdp(frame: FrameType | None) -> bool:
     """Whether what runs in a Python frame gathers, casts or lets go around the forward of a module."""
     while frame is not None and frame.f_code is not _CALL_IMPL and is_library_file(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_OF_FSDP):
-            return True
+            # What `register_fsdp_forward_method` puts around a method does nothing by itself but call it.
+            return frame.f_code.co_name != "wrapped_method"
         frame = frame.f_back
     return False
 

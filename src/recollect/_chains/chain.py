@@ -243,6 +243,7 @@ class Chain:
         self.pending = None
         self.outside = Outside()
         self.others = {}
+        self._other_versions = []
         self.late = {}
         self._functions = ()
         self.sole = None
