@@ -1,7 +1,7 @@
 """What do a region and a saved tensor cost, in processor instructions?
 
 The question of `overhead.py`, answered without a clock: valgrind counts the instructions of a hundred steps, after a
-warm-up that it does not count. A count is the same to about one in a hundred whatever else the machine does, so small
+warm-up that it does not count. A count is the same to one or two in a hundred whatever else the machine does, so small
 changes of the engine show. It says nothing of caches. Each contestant runs in a process of its own, some 20 seconds.
 
     python benchmarks/instructions.py [--only recollect] [--json instructions.json]
