@@ -1804,16 +1804,14 @@ def test_subclasses_of_the_modes(policy, early_stop):
 
 
 @pytest.mark.parametrize("how", ["drop-in", "native"])
-def test_a_mode_around_backward_sees_no_operator_of_the_hooks(how):
+def test_a_mode_around_backward_sees_the_hooks_at_work(how):
+    """A detach for each saved tensor at least. Where there are none but the engine's own modes, nobody is shown it."""
     context_fn = partial(create_selective_checkpoint_contexts, [aten.tanh.default])
     options = {"context_fn": context_fn} if how == "drop-in" else {"policy": recollect.save_ops(aten.tanh)}
     y = checkpoint(chain, leaf(4), **options)
     with CountOperators() as around:
         y.sum().backward()
-    plain = leaf(4)
-    with CountOperators() as alone:
-        chain(plain).sum().backward()
-    assert around.counts["detach"] <= alone.counts["detach"]
+    assert around.counts["detach"] >= 4
 
 
 @pytest.mark.parametrize("how", ["drop-in", "native"])

@@ -378,18 +378,6 @@ def unpacked_twice(region: str, index: int, details: str, where: str | None) -> 
     return error
 
 
-def replay_is_over(region: str | None) -> CheckpointError:
-    whose = "a checkpointed region" if region is None else f"the checkpointed region {region}"
-    error = CheckpointError(
-        f"Trying to backward through a graph that a replay of {whose} made, after the replay has ended. The function "
-        "left a tensor behind when it ran again, in a list or an attribute, and that tensor is being differentiated "
-        "now. Hand such tensors out as results of the function, or wrap what leaves them behind in recollect.once, "
-        "which runs in the forward alone"
-    )
-    error.cause = "a tensor that a replay left behind is differentiated"
-    return error
-
-
 def groups_overlap(region: str, index: int, details: str, where: str | None) -> CheckpointError:
     return CheckpointError(
         "Unpack is being triggered for a tensor that was already unpacked once under this GraphExecGroup: "

@@ -187,7 +187,7 @@ class _CachedTorchDispatchMode(_AskingMode):
     """Around the replay: asks the policy again, and hands out of `storage` what the forward kept."""
 
     is_recompute = True
-    passes_over_detach = True  # unless a subclass has an eye for it: see replay.py
+    passes_over_detach = True  # see replay.py
 
     def __init__(
         self, policy_fn: Callable[..., Any], storage: dict[Any, list[Any]], allow_cache_entry_mutation: bool

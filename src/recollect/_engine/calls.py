@@ -29,6 +29,7 @@ from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol
 
+from torch import Tensor
 from torch.nn import Module
 
 from recollect._ambient import RandomState
@@ -278,7 +279,7 @@ class Window(Opened):
             scope.has_policy, scope.policy = self._decides
             scope.position = scope.frame.start
             self._random.put()
-            push_hooks(scope.pack, scope.unpack)
+            push_hooks(scope.pack, _identity)
             self.contexts = _Left(self._enter())
         except BaseException as error:
             self.end(error)
@@ -305,6 +306,10 @@ class _Left:
             self._stack.close()
         else:
             self._stack.__exit__(type(error), error, error.__traceback__)
+
+
+def _identity(packed: Tensor) -> Tensor:
+    return packed
 
 
 @traces_start_here

@@ -243,47 +243,32 @@ class Frame:
         finally:
             _outside.access = before
 
-    def recovered(self, index: int) -> Recovered:
-        """What the running pass has recovered, this slot among it."""
-        replay = self.replay_for(index)
-        task = graph_task_id()
-        if task < 0:  # nobody else has it, and the next access gets another
-            return _NO_PASS, replay.tensors.copy(), replay.versions, weakref.ref(replay)
-        return task, replay.tensors, replay.versions, self.replays[task]
-
-    def recovered_again(self, index: int, replay: Replay | None) -> tuple[Tensor, list[Tensor | None], dict[int, int]]:
+    def _recover_again(self, index: int, replay: Replay) -> tuple[Replay, Tensor]:
         """For a slot whose tensor has been handed over in this pass, or is shared by the calls of a group."""
-        shared = None if replay is None else replay.shared
-        if replay is not None and shared is not None:
+        shared = replay.shared
+        if shared is not None:
             tensor = shared.take(index)
             if tensor is None and getattr(current_group(), "may_overlap", False):
                 self._forget(replay)
                 replay = self.replay_for(index)
                 tensor = None if replay.shared is None else replay.shared.take(index)
             if tensor is not None:
-                return tensor, replay.tensors, replay.versions
+                return replay, tensor
         elif reads_once(current_node()):
             # Two nodes own it. A change of a view stands in the graph as a change of its base, and if the view is
             # gone, a double backward comes by the change itself too.
             replay = self.replay_for(index, once_more=True)
             tensor = replay.tensors[index]
             if tensor is not None:
-                return tensor, replay.tensors.copy(), replay.versions
+                return replay, tensor
         error = _errors.unpacked_twice if shared is None else _errors.groups_overlap
         raise error(self.region(), index, describe_difference(self, replay), call_site(sys._getframe()))
 
-    def changed_since(self, index: int, replay: Replay | None, tensor: Tensor) -> Exception:
-        """The error for a recovered tensor that was changed in place after it was saved."""
+    def _changed_since(self, index: int, replay: Replay, tensor: Tensor) -> Exception:
         details = describe_difference(self, replay)
         record = None if self.verification is None else self.verification.record
         change = None if record is None else record.change_of(index)
         return _errors.saved_tensor_changed(self.region(), index, tensor, current_node(), details, change)
-
-
-# A pass; what was recovered for it, and the versions of that; and the replay, which the pass owns.
-Recovered = tuple[int, list["Tensor | None"], dict[int, int], "Callable[[], Replay | None]"]
-_NO_PASS = -2  # autograd says -1 where there is none
-_NOTHING: Recovered = (_NO_PASS, [], {}, lambda: None)
 
 
 class _Access:
@@ -354,9 +339,9 @@ def prepare(
     if outer is not None and outer.opened is not None:
         outer = innermost()
     frame = Frame(function, (args, kwargs), tensors, flat, options, replay_context, outer, path)
-    signatures, slots, verification = frame.signatures, frame.slots, frame.verification
+    signatures, slots, replays, verification = frame.signatures, frame.slots, frame.replays, frame.verification
     arguments = set(map(id, tensors))
-    add_signature, add_slot = signatures.append, slots.append
+    add_signature, add_slot, replay_of = signatures.append, slots.append, replays.get
     last: Any = None
 
     def pack(tensor: Tensor) -> int:
@@ -387,24 +372,24 @@ def prepare(
             verification.saved(slot - FIRST_SLOT, leaf)
         return slot
 
-    known = _NOTHING
-
     def unpack(slot: int) -> Tensor:
-        nonlocal known
         index = slot - FIRST_SLOT
-        task, tensors, versions, replay = known  # at once: another thread may put those of its own pass there
-        if graph_task_id() != task or len(tensors) <= index:
-            known = _, tensors, versions, replay = frame.recovered(index)
+        known = replay_of(graph_task_id())
+        replay = None if known is None else known()
+        if replay is None or len(replay.tensors) <= index:
+            replay = frame.replay_for(index)
+        tensors = replay.tensors
         tensor = tensors[index]
         if tensor is None:
-            tensor, tensors, versions = frame.recovered_again(index, replay())
+            replay, tensor = frame._recover_again(index, replay)
+            tensors = replay.tensors
         tensors[index] = None
         try:
             version = tensor._version
         except RuntimeError:
             return tensor
-        if version and version != versions.get(index, 0) and version != getattr(tensor, "expected_version", 0):
-            raise frame.changed_since(index, replay(), tensor)
+        if version and version != replay.versions.get(index, 0) and version != getattr(tensor, "expected_version", 0):
+            raise frame._changed_since(index, replay, tensor)
         return tensor
 
     scope = Scope(frame, pack, slots.__len__, outer)

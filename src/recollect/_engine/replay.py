@@ -16,12 +16,6 @@ also packs memory that its kernel has yet to write: rrelu its noise, before its 
 what the last two tensors look like, and the node that asks for them does not say otherwise, the stop waits until this
 operator has ended. Outputs are packed when they have been computed, and last.
 
-The graph of a replay. Running the function makes a graph, which nobody differentiates unless the function itself does.
-What was recovered is handed over as it is, in its place in that graph, as a saved tensor of plain autograd has its own:
-a detach for each would cost more than all else that is done for it. The graph in turn holds numbers in place of what
-was saved in it, and its hooks let go of the replay when it ends; so it holds nothing but itself, and is gone when
-the last of the recovered tensors is. Where it could hold more (what inner regions keep), the tensors leave it at once.
-
 What this is not: it does not decide when to replay or who gets the result (frame.py).
 """
 
@@ -55,6 +49,7 @@ from recollect._kept import FIRST_SLOT
 from recollect._torch import (
     current_group,
     current_node,
+    dispatch_mode_count,
     graph_is_kept,
     may_be_unfilled,
     packs_what_is_written,
@@ -65,6 +60,7 @@ from recollect._torch import (
     set_current_group,
     set_grad_enabled,
     storage_key,
+    unseen,
     version_of,
 )
 from recollect._verify import Mismatch, OperatorTrace, find_mismatches, first_difference, traces_start_here
@@ -72,7 +68,7 @@ from recollect._verify import Mismatch, OperatorTrace, find_mismatches, first_di
 if TYPE_CHECKING:
     from recollect._engine.frame import Frame
     from recollect._engine.groups import Shared
-    from recollect._guards import Leaves, Reading
+    from recollect._guards import Reading
     from recollect._record import Recorder
     from recollect._verification import Inspection
 
@@ -110,7 +106,6 @@ class Replay:
     def __init__(self, frame: Frame, only: int | None) -> None:
         self.tensors: list[Tensor | None] = []  # None once handed over, and where the slot was dead
         self.versions: dict[int, int] = {}  # of each tensor when it was saved, where it was not 0
-        self.beside: dict[int, Tensor] = {}  # what is packed and belongs to no slot, until the replay has ended
         self.slots = slots = frame.slots
         self.signatures = frame.signatures
         self.only = only
@@ -127,9 +122,6 @@ class Replay:
         """The pass has ended: drop what nobody took. Who owns the pass may live on."""
         self.tensors.clear()
 
-    def __del__(self) -> None:
-        self.tensors.clear()  # the frame's hooks have the list too
-
     @property
     def stopped(self) -> bool:
         """Before the function had come to its end."""
@@ -139,51 +131,38 @@ class Replay:
         """How many tensors the function has packed so far."""
         return len(self.tensors) + self.surplus
 
-    def leave_graph(self) -> None:
-        """Let go of the graph of the replay, and of all that it holds."""
-        tensors = self.tensors
-        tensors[:] = [None if one is None else one.detach() if one.requires_grad else one for one in tensors]
-
     def met(self, index: int, tensor: Tensor) -> None:
         """Take note of another leaf than the forward saved, or of a view of one."""
         if index <= self.last:  # what comes later is not counted, and has no number of its own
             self.strangers += ((index, weakref.ref(tensor if tensor._base is None else tensor._base)),)
 
-    def meet(self, leaves: Leaves) -> None:
-        """Take note of other leaves than the forward saved, or of views of such, among what was recovered."""
-        tensors = self.tensors
-        for index in leaves.by_slot:
-            tensor = tensors[index] if index < len(tensors) else None
-            if tensor is not None and leaves.is_another(index, tensor):
-                self.met(index, tensor)
-
-    def pack(self, index: int, tensor: Tensor) -> int:
+    def pack(self, index: int, tensor: Tensor) -> Tensor:
         """Do all that may have to be done when a tensor is packed."""
         last = self.last
-        if index >= last - 1 and self.state == _RUNNING and not tensor.requires_grad and may_be_unfilled(tensor):
-            self.unfilled, self.operator = index, sequence_number()
+        if tensor.requires_grad:
+            # The graph of the replay must not outlive it.
+            kept = tensor.detach()
+        else:
+            kept = tensor
+            if index >= last - 1 and self.state == _RUNNING and may_be_unfilled(tensor):
+                self.unfilled, self.operator = index, sequence_number()
         if index <= last:
-            if version := version_of(tensor):
+            if version := version_of(kept):
                 self.versions[index] = version
-            self.tensors.append(tensor if self.alive[index] else None)
-            if not self.alive[index]:
-                self.beside[index] = tensor
+            self.tensors.append(kept if self.alive[index] else None)
             if index < last:
-                return index
+                return kept
             if self.reading is not None:
                 self.reading.paused = True  # what is computed from here on is of no use
-        else:
-            index += self.surplus
-            self.beside[index] = tensor
         if not self.stops_early:
             self.surplus += index > last
         elif self.state != _COMPLETE:
-            if self.operator >= 0 and self._waits(min(index, last + 1)):
+            if self.operator >= 0 and self._waits(index):
                 self.state = _STOP_IS_DUE
             else:
                 self.state, self.stop = _COMPLETE, Stop()
                 raise self.stop
-        return index
+        return kept
 
     def _waits(self, index: int) -> bool:
         # What is packed by hand is packed by no operator: an inner region's inputs, written long ago.
@@ -204,13 +183,33 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
     if process_groups:
         _faults.replaying(frame.function, frame.options.name)
     replay = Replay(frame, only)
+    tensors, versions, special = replay.tensors, replay.versions, replay.special
     verification = frame.verification if frame.finished else None
     inspection = None
     if verification is not None:
         inspection = verification.inspection(frame.region, compares=only is None)
     leaves = None if verification is None else verification.leaves
+    leaf_at = {} if leaves is None else leaves.by_slot
+    add = tensors.append
+
+    def pack(tensor: Tensor) -> Tensor:
+        index = len(tensors)
+        if index in leaf_at and leaf_at[index] is not tensor and leaves.is_another(index, tensor):  # type: ignore[union-attr]
+            replay.met(index, tensor)
+        if index in special:
+            return replay.pack(index, tensor)
+        kept = tensor.detach() if tensor.requires_grad else tensor
+        try:
+            if kept._version:
+                versions[index] = kept._version
+        except RuntimeError:
+            pass
+        add(kept)
+        return kept
+
+    hook: Callable[[Tensor], Tensor] = pack
     function, around = frame.function, here.scope
-    let_go_of_it: Callable[[], None] | None = None
+    by_hooks = type(function) is ModuleFunction
     undo: list[Undo] = []
     try:
         set_modes(undo)
@@ -219,16 +218,14 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
             restore(verification.state, undo)
         if around is not None:
             undo.append(partial(_resume, around.pause()))
-        hook, unpack, let_go_of_it = _hooks(replay, frame)
-        if is_bare(frame) and inspection is None and type(function) is not ModuleFunction:
-            here.scope = scope = Scope(frame, hook, replay.packed, around, True)
-            push_hooks(hook, unpack)
+        if is_bare(frame) and inspection is None and not by_hooks:
+            here.scope = Scope(frame, hook, replay.packed, around, True)
+            push_hooks(hook, _identity)
             args, kwargs = arguments
             function(*args, **kwargs)
         else:
-            hook = _looking(hook, frame, replay, inspection)
+            hook = _looking(pack, frame, replay, inspection)
             here.scope = scope = Scope(frame, hook, replay.packed, around, True)
-            scope.unpack = unpack
             scope.trace = replay.trace
             scope.recorder = None if inspection is None else inspection.recorder
             _call(scope, arguments, replay.reading)
@@ -246,8 +243,6 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
             if replay.stop is not None:
                 # Both hold the frames that hold it: the context is an exception in whose handler it was raised.
                 replay.stop.__traceback__ = replay.stop.__context__ = None
-            if let_go_of_it is not None:
-                let_go_of_it()
             if inspection is not None and inspection.put_back:
                 _copy_what_changes_again(replay, inspection.put_back)
             try:
@@ -260,14 +255,10 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
     if not (frame.kept_outputs is None is frame.kept_regions):
         _let_go_of_kept(frame, replay)
     # Rule 8.
-    mismatches = find_mismatches(replay.tensors, frame.signatures) if frame.options.determinism_check != "none" else ()
+    mismatches = find_mismatches(tensors, frame.signatures) if frame.options.determinism_check != "none" else ()
     recorder = None if inspection is None else inspection.recorder
     if mismatches or replay.state == _RUNNING:
         _compare(frame, replay, mismatches, recorder)
-    if leaves is not None:
-        replay.meet(leaves)
-    if scope.has_inner or frame.kept_regions is not None or replay.strangers:
-        replay.leave_graph()  # which holds what they keep
     if leaves is not None and verification is not None:
         if replay.strangers:
             verification.another_leaf(frame.region(), replay.strangers)
@@ -277,56 +268,19 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
     return replay
 
 
-def _hooks(replay: Replay, frame: Frame) -> tuple[Callable[[Tensor], int], Callable[[int], Tensor], Callable[[], None]]:
-    """The hooks of a replay, and what makes them let go of it when it has ended.
-
-    The tensors are recovered as they are, in their place in the replay's graph, which holds numbers in their stead.
-    """
-    tensors: Any = replay.tensors
-    versions, special, beside = replay.versions, replay.special, replay.beside
-    add: Any = tensors.append
-    pack_special: Any = replay.pack
-    held = weakref.ref(frame)  # whose arguments may hold a result of the replay
-
-    def pack(tensor: Tensor) -> int:
-        index = len(tensors)
-        if index in special:
-            number: int = pack_special(index, tensor)
-            return number
-        try:
-            if tensor._version:
-                versions[index] = tensor._version
-        except RuntimeError:
-            pass
-        add(tensor)
-        return index
-
-    def unpack(number: int) -> Tensor:
-        if tensors is None:
-            there = held()
-            raise _errors.replay_is_over(None if there is None else there.region())
-        tensor: Tensor | None = beside.get(number)
-        return tensors[number] if tensor is None else tensor
-
-    def let_go() -> None:
-        nonlocal tensors, add, pack_special
-        tensors = add = pack_special = None
-        beside.clear()
-
-    return pack, unpack, let_go
-
-
 def is_bare(frame: Frame) -> bool:
     """Whether nothing is to be entered around the function of a replay, nor around a part of it."""
     return frame.kept_outputs is None is frame.replay_context and frame.trace is None
 
 
 def _looking(
-    pack: Callable[[Tensor], int], frame: Frame, replay: Replay, inspection: Inspection | None
-) -> Callable[[Tensor], int]:
+    pack: Callable[[Tensor], Tensor], frame: Frame, replay: Replay, inspection: Inspection | None
+) -> Callable[[Tensor], Tensor]:
     """The hook of a replay that is looked at more closely."""
-    if not (frame.replay_context is None or "passes_over_detach" in vars(type(frame.replay_context))):
-        pack = _shown(pack)
+    # Whether a run is compared shall make no difference to a mode that the function enters itself.
+    compares = inspection is not None
+    if not (compares or is_bare(frame) or dispatch_mode_count()) and _passes_over_detach(frame.replay_context):
+        pack = unseen(pack)  # the modes to come are ours
     if frame.trace is not None:
         replay.trace = OperatorTrace()
         pack = replay.trace.without(pack)
@@ -337,15 +291,9 @@ def _looking(
     return pack
 
 
-def _shown(pack: Callable[[Tensor], int]) -> Callable[[Tensor], int]:
-    """What tells the modes in a user's context that a tensor is saved: a detach of it, if it requires grad."""
-
-    def shown(tensor: Tensor) -> int:
-        if tensor.requires_grad:
-            tensor.detach()
-        return pack(tensor)
-
-    return shown
+def _passes_over_detach(context: object) -> bool:
+    """Whether a user's context is none, or one that has no eye for what a hook does; its subclasses may have one."""
+    return context is None or "passes_over_detach" in vars(type(context))
 
 
 def _compare(frame: Frame, replay: Replay, mismatches: Sequence[Mismatch], recorder: Recorder | None) -> None:
@@ -385,9 +333,9 @@ def _let_go_of_kept(frame: Frame, replay: Replay) -> None:
             raise _errors.other_regions(frame.region(), missed)
 
 
-def describe_difference(frame: Frame, replay: Replay | None) -> str:
+def describe_difference(frame: Frame, replay: Replay) -> str:
     """What `debug=True` adds to an error: the operators of both passes and where they part."""
-    if frame.trace is None or replay is None or replay.trace is None:
+    if frame.trace is None or replay.trace is None:
         return ""
     return first_difference(frame.trace.operators, replay.trace.operators, stopped=replay.stopped)
 
@@ -400,6 +348,10 @@ def _copy_what_changes_again(replay: Replay, memory: Container[int]) -> None:
                 (replay.tensors[index],) = copies([tensor])
             else:
                 replay.versions[index] = -1  # so that it is refused
+
+
+def _identity(packed: Tensor) -> Tensor:
+    return packed
 
 
 def set_modes(undo: list[Undo]) -> None:
@@ -435,7 +387,7 @@ def _call(scope: Scope, arguments: Arguments, reading: Reading | None) -> None:
     if type(frame.function) is ModuleFunction:
         call_for_replay(scope, arguments, partial(_contexts, scope, reading))
         return
-    push_hooks(scope.pack, scope.unpack)
+    push_hooks(scope.pack, _identity)
     if all(one is None for one in (frame.replay_context, scope.trace, frame.kept_outputs, scope.recorder, reading)):
         frame.function(*args, **kwargs)
         return

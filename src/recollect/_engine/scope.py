@@ -41,9 +41,8 @@ class Scope:
     modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here
     keeper: Any = None  # of named regions, in a forward that has come to one: see kept_region.py
     opened: Opened | None = None  # where a module's hooks began it, and no function of ours is around it
-    unpack: Callable[[Any], Tensor]  # the other half of `pack`
+    unpack: Callable[[Any], Tensor]  # the other half of `pack`, in a forward
     is_bare = True  # whether the engine itself has no context to enter around a forward
-    has_inner = False  # whether regions began inside
     names: Any = ()  # the paths of the named regions that were called, until the policy matched
 
     def __init__(
@@ -63,7 +62,6 @@ class Scope:
         if replaying:
             self.replaying = self.following = True
         if around is not None:
-            around.has_inner = True
             self.following |= around.following
             self.watch = around.watch
         policy = frame.options.policy
