@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import weakref
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -666,11 +667,78 @@ def nested_chain(x, region):
     return region(pair, region(pair, x))
 
 
+class KeepsAnAttribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.slope = x.cos()
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.slope
+
+
+def in_one_region(function):
+    return lambda x, region: region(function, x)
+
+
+def graphs_that_die_at_once(x):
+    for _ in range(6):
+        x.sin().cos().exp().sum()
+    return sin_chain(x, 2)
+
+
+def leaves_made_inside(x):
+    for _ in range(6):
+        inner = x.detach().requires_grad_()
+        inner.sin().cos().exp().sum()
+        x = x + 1
+    return sin_chain(x, 2)
+
+
+def gradients_inside(x):
+    for _ in range(6):
+        inner = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(inner.sin().cos().exp().sum(), inner)
+        x = x - 0.1 * slope
+    return sin_chain(x, 2)
+
+
+def attributes_of_custom_functions(x):
+    for _ in range(4):
+        x = KeepsAnAttribute.apply(x).exp()
+    return x.repeat(8).sin().exp()
+
+
+def hooks_of_tensors(x):
+    for _ in range(4):
+        x = x.sin()
+        x.register_hook(x.detach().abs().mul)
+    return x.repeat(8).sin().exp()
+
+
+def saved_tensor_hooks_inside(x):
+    for _ in range(4):
+        with saved_tensors_hooks(torch.clone, lambda packed: packed):
+            x = x.sin()
+    return x.repeat(8).sin().exp()
+
+
 MODELS = {
     "chain": (lambda: chain, (256,)),
     "nested chain": (lambda: nested_chain, (256,)),
     "mlp": (Mlp, (8, 16)),
     "transformer": (Transformer, (2, 8, 16)),
+} | {
+    function.__name__.replace("_", " "): (partial(in_one_region, function), (256,))
+    for function in (
+        graphs_that_die_at_once,
+        leaves_made_inside,
+        gradients_inside,
+        attributes_of_custom_functions,
+        hooks_of_tensors,
+        saved_tensor_hooks_inside,
+    )
 }
 
 

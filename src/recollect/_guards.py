@@ -226,10 +226,13 @@ class _Gathered:
 
 
 class Leaves:
-    """The leaves that a region saved, themselves or as a view, and what else it is known to read from outside."""
+    """The leaves that a region saved, themselves or as a view, and what else it is known to read from outside.
+
+    Holds none of it. A graph holds its leaves; one that has died, inside the function or since, holds none.
+    """
 
     # Defaults on the class: most of it is there only where a forward was recorded.
-    watched: Sequence[Tensor] = ()  # must not change
+    _watched: Sequence[weakref.ref[Tensor]] = ()  # must not change
     _versions: Sequence[int] = ()
     _at_home: Sequence[Tensor | None] = ()  # the parameters that the function reads, where its modules have them
     _others: Sequence[weakref.ref[Tensor]] = ()
@@ -239,7 +242,8 @@ class Leaves:
 
     def __init__(self, known: Known) -> None:
         self._known = known
-        self.by_slot: dict[int, Tensor] = {}  # with those that are arguments, until the forward has ended
+        # With those that are arguments, until the forward has ended.
+        self.by_slot: dict[int, weakref.ref[Tensor]] = {}
 
     def forward_ended(self, tensors: Sequence[Tensor], record: Recorder | None) -> None:
         """The versions that count are those after the forward: what it changes itself is its own affair.
@@ -247,19 +251,19 @@ class Leaves:
         The `tensors` of the arguments have a guard of their own.
         """
         arguments = {id(one) for one in tensors} | {id(one._base) for one in tensors}
-        by_slot = self.by_slot
-        if not arguments.isdisjoint(map(id, by_slot.values())):
-            for slot in [slot for slot, leaf in by_slot.items() if id(leaf) in arguments]:
-                del by_slot[slot]
+        saved = {slot: leaf for slot, one in self.by_slot.items() if (leaf := one()) is not None}
+        if not arguments.isdisjoint(map(id, saved.values())):
+            for slot in [slot for slot, leaf in saved.items() if id(leaf) in arguments]:
+                del saved[slot], self.by_slot[slot]
         read: list[Tensor | None] = []
         if record is not None:
             read = [one.tensor() for one in record.reads.values() if one.memory not in record.changed]
-            for slot in [slot for slot, leaf in by_slot.items() if record.made(leaf)]:
-                del by_slot[slot]
+            for slot in [slot for slot, leaf in saved.items() if record.made(leaf)]:
+                del saved[slot], self.by_slot[slot]
         elif self._known.reads:
             read = [reference() for reference in self._known.reads]
             self._at_home = self._known.at_home()
-        leaves = {id(leaf): leaf for leaf in by_slot.values()}
+        leaves = {id(leaf): leaf for leaf in saved.values()}
         if record is not None and record.changed:
             leaves = {key: leaf for key, leaf in leaves.items() if storage_key(leaf) not in record.changed}
         others = {}
@@ -270,15 +274,30 @@ class Leaves:
                 leaves[id(tensor)] = tensor
             elif not tensor.requires_grad:
                 others[id(tensor)] = tensor
-        self.watched = list(leaves.values())
-        self._versions = versions_of(self.watched)
+        watched = list(leaves.values())
+        self._watched = list(map(weakref.ref, watched))
+        self._versions = versions_of(watched)
         if process_groups:
-            read_there = (*self.watched, *others.values())
+            read_there = (*watched, *others.values())
             self._gathered = [_Gathered(one, source) for one in read_there if (source := source_of(one)) is not None]
         if others:
-            # A graph holds its leaves, and nothing else that a function has read: neither may this.
             self._others = [weakref.ref(tensor) for tensor in others.values()]
             self._versions_of_others = versions_of(list(others.values()))
+
+    def _there(self) -> list[Tensor]:
+        """The watched leaves; no longer those that are gone."""
+        there = [leaf for one in self._watched if (leaf := one()) is not None]
+        if len(there) != len(self._watched):
+            alive = set(map(id, there))
+            pairs = zip(self._watched, self._versions, strict=True)
+            self._versions = [then for one, then in pairs if id(one()) in alive]
+            self._watched = list(map(weakref.ref, there))
+        return there
+
+    def _changed_leaves(self) -> list[Tensor]:
+        there = self._there()
+        pairs = zip(there, versions_of(there), self._versions, strict=True)
+        return [leaf for leaf, now, then in pairs if now != then]
 
     def _gathered_anew(self) -> list[Tensor]:
         """What a replay reads of other values: its shards were changed in place since the forward, or replaced."""
@@ -287,17 +306,17 @@ class Leaves:
 
     def read(self) -> list[Tensor]:
         """All that is watched."""
-        return [*self.watched, *(tensor for one in self._others if (tensor := one()) is not None)]
+        return [*self._there(), *(tensor for one in self._others if (tensor := one()) is not None)]
 
     def replay_ended(self) -> None:
         """Take the versions of now for those that count: what the function itself changes is its own affair."""
         self._was_replayed = True
-        if self.watched:
-            self._versions = versions_of(self.watched)
+        if self._watched:
+            self._versions = versions_of(self._there())
 
     def are_as_they_were(self) -> bool:
         """Whether everything that is watched is in its place and unchanged."""
-        if self.watched and versions_of(self.watched) != self._versions:
+        if self._watched and versions_of(self._there()) != self._versions:
             return False
         if self._others and self._changed_others():
             return False
@@ -307,15 +326,13 @@ class Leaves:
 
     def find_change(self) -> Tensor | None:
         """The first saved leaf that was changed in place since."""
-        saved = {id(leaf) for leaf in self.by_slot.values()}
-        pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
-        changed = [leaf for leaf, now, then in pairs if now != then] + self._gathered_anew()
+        saved = {id(one()) for one in self.by_slot.values()}
+        changed = self._changed_leaves() + self._gathered_anew()
         return next((leaf for leaf in changed if id(leaf) in saved), None)
 
     def changed(self, *, others: bool) -> list[Tensor]:
         """What else was changed in place since: read and not saved, `others` than leaves too."""
-        pairs = zip(self.watched, versions_of(self.watched), self._versions, strict=True)
-        found = [leaf for leaf, now, then in pairs if now != then]
+        found = self._changed_leaves()
         found += [one for one in self._gathered_anew() if others or one.requires_grad]
         return found + self._changed_others() if others else found
 
@@ -326,8 +343,8 @@ class Leaves:
 
     def is_another(self, slot: int, tensor: Tensor) -> bool:
         """Whether a replay saves another leaf than the forward did."""
-        leaf = self.by_slot[slot]
-        return tensor is not leaf and _base_of(tensor) is not leaf
+        leaf = self.by_slot[slot]()
+        return leaf is None or (tensor is not leaf and _base_of(tensor) is not leaf)
 
     def replaced(self) -> tuple[Tensor, Tensor | None] | None:
         """A parameter of a module in whose place another one stands now, and that one."""

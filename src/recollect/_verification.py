@@ -76,7 +76,7 @@ class Verification:
         leaves = self.leaves
         if leaves is None:
             leaves = self.leaves = Leaves(self._known)
-        leaves.by_slot[slot] = leaf
+        leaves.by_slot[slot] = weakref.ref(leaf)
 
     def forward_ended(self) -> None:
         """Take note of what the forward has shown."""
@@ -205,7 +205,8 @@ class Verification:
         for slot, reference in strangers if leaves is not None else ():
             now = reference()
             if now is not None and leaves is not None:
-                then = name_of(leaves.by_slot[slot], self._known.roots())
+                leaf = leaves.by_slot[slot]()
+                then = "a leaf that is gone" if leaf is None else name_of(leaf, self._known.roots())
                 raise self._guarded(_errors.another_leaf(region, slot, then, _errors.describe_tensor(now)))
 
     def _guarded(self, error: _errors.CheckpointError) -> _errors.CheckpointError:

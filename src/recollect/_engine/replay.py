@@ -194,7 +194,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
 
     def pack(tensor: Tensor) -> Tensor:
         index = len(tensors)
-        if index in leaf_at and leaf_at[index] is not tensor and leaves.is_another(index, tensor):  # type: ignore[union-attr]
+        if index in leaf_at and leaf_at[index]() is not tensor and leaves.is_another(index, tensor):  # type: ignore[union-attr]
             replay.met(index, tensor)
         if index in special:
             return replay.pack(index, tensor)
