@@ -108,7 +108,7 @@ class Ambient:
         if process_groups:
             self.parts = (*self.parts, Meshes())
         self._looks = looks
-        self._seen = seen = tuple(map(_ask, looks))
+        self._seen = seen = list(map(_ask, looks))
         # A default device is a torch-function mode: where there are any, their number does not tell.
         self._modes: Sequence[Part] | None = None if seen[0] and not seen[1] else self._taken_apart()
         self.cpu_state = get_cpu_state() if preserve_rng_state else None
@@ -125,7 +125,7 @@ class Ambient:
 
     def restore(self, undo: list[Undo]) -> None:
         """Put it in force; what puts back the state before is added to `undo`, also if this fails."""
-        if self._modes is not None or tuple(map(_ask, self._looks)) != self._seen:
+        if self._modes is not None or list(map(_ask, self._looks)) != self._seen:
             restore(self._modes or self._taken_apart(), undo)
         if self.cpu_state is not None:
             undo.append(partial(set_cpu_state, swap_cpu_state(self.cpu_state)))
@@ -250,7 +250,8 @@ class RandomState:
 # --- Modes ---
 
 
-# What tells how the modes are: asked one after the other, without a line of Python in between.
+# What tells how the modes are: asked one after the other, without a line of Python in between, into a list. (A tuple of
+# what `map` gives is made with room to spare and then cut: the garbage collector counts those as made and never freed.)
 Looks = tuple[Callable[[], Any], ...]
 _ask: Callable[[Callable[[], Any]], Any] = getattr(
     operator, "call", methodcaller("__call__")
@@ -281,12 +282,12 @@ class Autocast:
 
     __slots__ = ("_looks", "_seen")
 
-    def __init__(self, looks: Looks, seen: tuple[Any, ...]) -> None:
+    def __init__(self, looks: Looks, seen: Sequence[Any]) -> None:
         self._looks = looks[3:]
         self._seen = seen
 
     def restore(self) -> Undo | None:
-        if tuple(map(_ask, self._looks)) == self._seen:
+        if list(map(_ask, self._looks)) == self._seen:
             return None
         cache, *each = self._seen
         types = [look.args[0] for look in self._looks[1::2]]  # type: ignore[attr-defined]

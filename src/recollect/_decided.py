@@ -207,7 +207,7 @@ def _call_in_region(
         if not entry.settled:
             entry.was_of_no_use(module, "it is called inside of what is kept as a whole")
         return call(*args, **kwargs)
-    if not scope.saving and not scope.has_policy and type(decision) is Recompute and decision.policy is None:
+    if not scope.saving and scope.policy is None and type(decision) is Recompute and decision.policy is None:
         if not entry.settled:
             entry.was_of_no_use(module, "it is called inside of what is recomputed as a whole")
         return call(*args, **kwargs)

@@ -253,7 +253,7 @@ class Window(Opened):
     Other hooks run before and after it: what they save, draw, decide and make of the arguments is none of the region's.
     """
 
-    __slots__ = ("_arguments", "_decides", "_enter", "_random", "module")
+    __slots__ = ("_arguments", "_enter", "_policy", "_random", "module")
 
     def __init__(
         self, scope: Scope, module: Module, arguments: Arguments, enter: Callable[[], contextlib.ExitStack]
@@ -263,12 +263,12 @@ class Window(Opened):
         self._arguments = arguments
         self._enter = enter
         self._random = RandomState.like(scope.frame.ambient)
-        self._decides = scope.has_policy, scope.policy
+        self._policy = scope.policy
         self._shut(scope)
 
     @staticmethod
     def _shut(scope: Scope) -> None:
-        scope.has_policy, scope.policy = False, None
+        scope.decide_by(None)
         scope.position = sys.maxsize  # behind all that is in the journal
 
     def begin(self, hook_caller: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -276,7 +276,7 @@ class Window(Opened):
         scope = self.scope
         try:
             self.tie(hook_caller)
-            scope.has_policy, scope.policy = self._decides
+            scope.decide_by(self._policy)
             scope.position = scope.frame.start
             self._random.put()
             push_hooks(scope.pack, _identity)

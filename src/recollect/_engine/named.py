@@ -62,11 +62,17 @@ def region(name: str, function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Region(Generic[P, R]):
-    """A function with a name. An object and no closure, so that a copy of a model has a copy of the module inside."""
+    """A function with a name. An object and no closure, so that a copy of a model has a copy of the module inside.
+
+    Where nothing is decided about it, a call takes little more time than that of any object does: so without keywords
+    it passes on none.
+    """
+
+    __slots__ = ("__name__", "__weakref__", "__wrapped__")
 
     def __init__(self, name: str, function: Callable[P, R]) -> None:
         self.__name__ = name
-        self.__wrapped__ = function
+        self.__wrapped__: Callable[..., R] = function
 
     @begin_inside
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -74,14 +80,14 @@ class _Region(Generic[P, R]):
             named: R = _compile.run_named(self.__name__, self.__wrapped__, args, kwargs)
             return named
         scope = here.scope
-        if scope is None or scope.policy is None:
-            return self.__wrapped__(*args, **kwargs)
+        if scope is None or (known := scope.known) is None:
+            return self.__wrapped__(*args, **kwargs) if kwargs else self.__wrapped__(*args)
         outside = scope.path
-        path = scope.path = f"{outside}/{self.__name__}" if outside else self.__name__
+        scope.path = path = f"{outside}/{self.__name__}" if outside else self.__name__
         try:
-            mark = scope.policy.known_paths.get(path, _UNKNOWN)
+            mark = known.get(path, _UNKNOWN)
             if mark is None and not scope.saving:
-                return self.__wrapped__(*args, **kwargs)
+                return self.__wrapped__(*args, **kwargs) if kwargs else self.__wrapped__(*args)
             if type(mark) is Mark:
                 result: R = call_part(scope, mark, self.__wrapped__, args, kwargs)
             else:
@@ -210,12 +216,11 @@ def _call_refined(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call a part that is recomputed, and in which `policy` decides what to keep all the same."""
-    outside = scope.modes, scope.has_policy, scope.policy, scope.names, scope.path
+    outside = scope.policy, scope.modes, scope.names, scope.path
     paused = [mode for mode in scope.modes if not mode.paused]
     for one in paused:
         one.paused = True
-    scope.has_policy = policy is not None
-    scope.policy = policy if policy is not None and policy.decides_names() else None
+    scope.decide_by(policy)
     scope.names, scope.path = (), ""
     mode: Any = None
     try:
@@ -233,7 +238,8 @@ def _call_refined(
         raise mode.refused from None
     finally:
         mode = None  # it holds the scope, and a traceback may hold this frame
-        scope.modes, scope.has_policy, scope.policy, scope.names, scope.path = outside
+        before, scope.modes, scope.names, scope.path = outside
+        scope.decide_by(before)
         for one in paused:
             one.paused = False
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from recollect._engine.calls import Awaited, Opened
     from recollect._engine.frame import Frame
+    from recollect.policy import Policy
 
 T = TypeVar("T")
 # Told of every tensor that is saved in a region, and what becomes of it: "recomputed", "kept" or "offloaded".
@@ -32,9 +33,7 @@ class Scope:
     # Defaults on the class: a region has two of these or more, and most need none of it.
     replaying = False  # whether this is a replay of the frame
     following = False  # whether it is within a replay
-    saving = False  # within a named region that is kept
-    has_policy = False
-    policy: Any = None  # where it has names
+    policy: Any = None  # that decides here
     watch: Watch | None = None
     trace: Any = None  # of operators, for `debug`
     recorder: Any = None  # of operators and values, where this run is to be compared
@@ -59,16 +58,21 @@ class Scope:
         self.around = around
         self.position: int = frame.start
         self.path = frame.path  # of the named regions that are open
+        # Asked at every call of a named region, where an attribute of the instance is found at once.
+        self.saving = False  # within one that is kept
+        self.known: dict[str, Any] | None = None  # by path, where the policy decides about such: see named.py
         if replaying:
             self.replaying = self.following = True
         if around is not None:
             self.following |= around.following
             self.watch = around.watch
-        policy = frame.options.policy
-        if policy is not None:
-            self.has_policy = True
-            if policy.decides_names():
-                self.policy = policy
+        if frame.options.policy is not None:
+            self.decide_by(frame.options.policy)
+
+    def decide_by(self, policy: Policy | None) -> None:
+        """Ask `policy` from here on."""
+        self.policy = policy
+        self.known = policy.known_paths if policy is not None and policy.decides_names() else None
 
     def noted(self, make: Callable[..., T], *args: Any) -> T | None:
         """The next entry of the journal: what `make` gives in a forward, what it gave then within a replay.
