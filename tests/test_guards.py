@@ -428,6 +428,39 @@ def test_parameters_put_in_for_a_while(where, way):
 
 
 @every_way
+def test_buffers_alone_put_in_for_a_while(way):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("scale", torch.full((3,), 2.0))
+
+        def forward(self, x):
+            return (x * self.scale).sin() * self.weight
+
+    class Regional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Scaled()
+
+        def forward(self, x, run):
+            return run(self.inner, x)
+
+    run, steps = WAYS[way]
+    model = Regional()
+    for _ in range(steps):
+        model(leaf(2, 3), run).sum().backward()
+
+    def call(run):
+        x = leaf(2, 3)
+        y = torch.func.functional_call(model, {"inner.scale": torch.arange(3.0)}, (x, run))
+        return torch.autograd.grad(y.sum(), [x, *model.parameters()])
+
+    for _ in range(2):
+        assert_equal(call(run), call(plain))
+
+
+@every_way
 def test_parameters_that_were_computed_and_regions_in_regions(way):
     """A network makes the weights of another one, whose layers are regions in a region."""
     run, steps = WAYS[way]

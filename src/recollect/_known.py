@@ -8,6 +8,7 @@ layers of a model share their code. Nothing is kept alive by what is known of it
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import repeat
@@ -20,10 +21,17 @@ from torch import Tensor
 from torch.nn import Module
 
 from recollect._inputs import Arguments
-from recollect._torch import in_functional_call, parameter_identities, parameters_at, process_groups, storage_key
+from recollect._torch import (
+    identities_of_own_tensors,
+    in_functional_call,
+    parameters_at,
+    process_groups,
+    storage_key,
+)
 
 Key = tuple[Any, ...]
-_there: Callable[[weakref.ref[Any]], Any] = methodcaller("__call__")  # what a reference refers to
+# What a reference refers to. (Python 3.10 has no `operator.call`.)
+_there: Callable[[weakref.ref[Any]], Any] = getattr(operator, "call", methodcaller("__call__"))
 _FEW = 100
 
 
@@ -65,7 +73,7 @@ class Known:
         self.reads: list[weakref.ref[Tensor]] = []
         # What it changes in place, from outside; with it, whether that is read too.
         self.writes: dict[Any, tuple[Callable[[], Tensor | None], bool]] = {}
-        self._identities: list[int] = []  # of its parameters in the call before
+        self._identities: list[int] = []  # of its parameters and buffers in the call before
         self._is_swapped = False  # whether those were there only for the time of that call
         self.step: Any = None  # what is known of it as a step of a chain: see _chains/outside.py
         # Where its modules have the parameters among that.
@@ -83,11 +91,11 @@ class Known:
         return parameters_at(self.homes)
 
     def is_swapped(self, modules: list[Module], *, putting: bool) -> bool:
-        """Whether a module has other parameters than its own now, by `functional_call` or, `putting`, by a replay.
+        """Whether a module has other tensors than its own now, by `functional_call` or, `putting`, by a replay.
 
         That is looked up only if they are others than in the call before: it takes a while.
         """
-        identities = parameter_identities(modules)
+        identities = identities_of_own_tensors(modules)
         if identities != self._identities or self._is_large:
             self._identities = identities
             self._is_swapped = putting or in_functional_call()

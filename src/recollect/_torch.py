@@ -356,12 +356,14 @@ def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]
     return module._parameters, module._buffers
 
 
-def parameter_identities(modules: Iterable[torch.nn.Module]) -> list[int]:
-    """The identities of the parameters that some modules have themselves."""
-    return list(map(id, itertools.chain.from_iterable(map(_values, map(_own_parameters, modules)))))
+def identities_of_own_tensors(modules: Iterable[torch.nn.Module]) -> list[int]:
+    """The identities of the parameters and buffers that some modules have themselves."""
+    chained = itertools.chain.from_iterable
+    there = filter(None, chained(map(_own_tensors, modules)))  # most have no buffers, and many no parameters
+    return list(map(id, chained(map(_values, there))))
 
 
-_own_parameters = operator.attrgetter("_parameters")
+_own_tensors = operator.attrgetter("_parameters", "_buffers")
 _values = operator.methodcaller("values")
 
 
