@@ -770,8 +770,22 @@ FAULTS = (
     fault(
         "autocast is not restored",
         "_ambient.py",
-        "        if tuple(map(_ask, self._looks)) == self._seen:\n",
+        "        if self._now() == self._seen:\n",
         "        if True:\n",
+        "test_ambient.py",
+    ),
+    fault(
+        "the kernels that may be chosen are not restored",
+        "_ambient.py",
+        "        put_kernel_switches(self._switches)\n",
+        "",
+        "test_ambient.py",
+    ),
+    fault(
+        "the kernels that may be chosen are not put back after the replay",
+        "_ambient.py",
+        "        return partial(put_kernel_switches, now)\n",
+        "        return None\n",
         "test_ambient.py",
     ),
     fault(

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import recollect
 from recollect import dropin
@@ -345,6 +346,81 @@ def test_a_device_context_with_tensors_made_inside():
 
 
 # --- Grad mode ---
+
+
+# --- Which kernels may be chosen ---
+
+
+def attends(x):
+    q = x.sin().view(1, 2, 4, 8)
+    return torch.nn.functional.scaled_dot_product_attention(q, q, q).exp()
+
+
+def kernels():
+    return (
+        [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()],
+        [torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.cudnn_sdp_enabled()],
+        torch._C._get_sdp_priority_order(),
+        [torch.backends.cudnn.enabled, torch.backends.cudnn.deterministic, torch.backends.mkldnn.enabled],
+    )
+
+
+def only_math():
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def math_last():
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True)
+
+
+def without_cudnn():
+    return torch.backends.cudnn.flags(enabled=False, deterministic=True)
+
+
+def without_onednn():
+    return torch.backends.mkldnn.flags(enabled=False)
+
+
+CHOICES = [contextlib.nullcontext, only_math, math_last, without_cudnn, without_onednn]
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+@pytest.mark.parametrize("forward", CHOICES)
+@pytest.mark.parametrize("backward", CHOICES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_kernels_that_the_forward_could_choose_from_are_those_of_the_replay(forward, backward, reentrant):
+    seen = []
+
+    def function(x):
+        seen.append(kernels())
+        return attends(x)
+
+    x, z = leaf(64), leaf(64)
+    with forward():
+        y = dropin.checkpoint(function, x, use_reentrant=reentrant)
+        expected = attends(z)
+    with backward():
+        around = kernels()
+        y.sum().backward()
+        assert kernels() == around
+        expected.sum().backward()
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert torch.equal(x.grad, z.grad)
+
+
+def test_kernels_are_as_they_were_after_a_replay_that_raises():
+    def function(x):
+        if recollect.is_recomputing():
+            raise StopHereError
+        return attends(x)
+
+    with only_math():
+        y = recollect.checkpoint(function, leaf(64))
+    around = kernels()
+    with pytest.raises(StopHereError):
+        y.sum().backward()
+    assert kernels() == around
 
 
 @pytest.mark.parametrize("around", [contextlib.nullcontext, torch.no_grad, torch.enable_grad])

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint as stock
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 
 import recollect
@@ -678,6 +679,19 @@ def default_dtype_changed(run):
             y.sum().backward()
     finally:
         torch.set_default_dtype(before)
+    return {"x": x.grad}
+
+
+@case("attention kernel chosen around the forward", RIGHT, later=True, dropin=True)
+def attention_kernel_chosen(run):
+    def region(x):
+        return F.scaled_dot_product_attention(x, x, x).sin()
+
+    x = leaf(1, 2, 4, 8)
+    for _ in range(run.steps):
+        with sdpa_kernel(SDPBackend.MATH):
+            y = run(region, x)
+        y.sum().backward()
     return {"x": x.grad}
 
 

@@ -1,9 +1,9 @@
 """Ambient state: what a function reads without being given it. Captured in the forward, in force again in the replay.
 
-Parts: random generators, autocast, the default device and dtype, the accelerator's device and stream, torch
-functions, what `torch.distributed` keeps (`_meshes.py`); `Ambient` is all of them. Each part has one method,
-`restore`: put the captured state in force and return how to undo that, or return None if it is in force already. That
-is judged at the replay, never assumed from the forward. A part that could not matter is not made at all.
+Parts: random generators, autocast, the default device and dtype, which kernels may be chosen, the accelerator's device
+and stream, torch functions, what `torch.distributed` keeps (`_meshes.py`); `Ambient` is all of them. Each part has one
+method, `restore`: put the captured state in force and return how to undo that, or return None if it is in force
+already. That is judged at the replay, never assumed from the forward. A part that could not matter is not made at all.
 
 Which generators there are, and how exact their preservation is, stands in `_generators.py`. Here is which of them a
 region takes: those of torch's operators, or, with `preserve_rng_state="all"`, the others too.
@@ -14,11 +14,10 @@ Grad mode is not here: a replay always runs with it on.
 from __future__ import annotations
 
 import contextlib
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -57,8 +56,10 @@ from recollect._torch import (
     default_device,
     function_mode_count,
     is_initialised,
+    kernel_switches,
     level_of_user_code,
     process_groups,
+    put_kernel_switches,
     set_torch_function_state,
     torch_function_enabled,
     torch_function_state,
@@ -84,17 +85,18 @@ class Ambient:
     """The state around a region that is about to run on `tensors`, which are those of `arguments`.
 
     Most regions run on the CPU or on one device, and find everything in their replay as their forward found it. So
-    modes (whether torch functions are asked, the default device and dtype, autocast) are read together, compared at
-    once, and taken apart only where something differs; they and the CPU generator are no parts of their own.
+    modes (whether torch functions are asked, the default device and dtype, which kernels may be chosen, autocast) are
+    read together, compared at once, and taken apart only where something differs; they and the CPU generator are no
+    parts of their own.
     """
 
-    __slots__ = ("_looks", "_modes", "_seen", "cpu_state", "parts")
+    __slots__ = ("_device_type", "_look", "_modes", "_seen", "cpu_state", "parts")
 
     def __init__(
         self, tensors: Sequence[Tensor], preserve_rng_state: Preserve, arguments: Arguments = _NO_ARGUMENTS
     ) -> None:
         self.parts: Sequence[Part] = ()
-        looks = _LOOKS_ON_CPU
+        self._device_type, look = "cpu", _look_on_cpu
         if not (
             preserve_rng_state is True
             and DefaultDeviceType._default_device_type == "cpu"
@@ -103,12 +105,12 @@ class Ambient:
         ):
             devices = _devices_of(tensors)
             types = _types_of(devices)
-            looks = _looks_at(types[0])
+            self._device_type, look = types[0], _look_at(types[0])
             self.parts = _parts(types, devices, preserve_rng_state, arguments)
         if process_groups:
             self.parts = (*self.parts, Meshes())
-        self._looks = looks
-        self._seen = seen = list(map(_ask, looks))
+        self._look = look
+        self._seen = seen = look()
         # A default device is a torch-function mode: where there are any, their number does not tell.
         self._modes: Sequence[Part] | None = None if seen[0] and not seen[1] else self._taken_apart()
         self.cpu_state = get_cpu_state() if preserve_rng_state else None
@@ -119,13 +121,14 @@ class Ambient:
         return (
             TorchFunctions(TORCH_FUNCTION_ENABLED if usual else torch_function_state()),
             DefaultDtype(seen[2]),
-            Autocast(self._looks, seen[3:]),
+            Kernels(seen[3]),
+            Autocast(self._device_type, seen[4:]),
             DefaultDevice(None if usual else default_device()),
         )
 
     def restore(self, undo: list[Undo]) -> None:
         """Put it in force; what puts back the state before is added to `undo`, also if this fails."""
-        if self._modes is not None or list(map(_ask, self._looks)) != self._seen:
+        if self._modes is not None or self._look() != self._seen:
             restore(self._modes or self._taken_apart(), undo)
         if self.cpu_state is not None:
             undo.append(partial(set_cpu_state, swap_cpu_state(self.cpu_state)))
@@ -250,27 +253,31 @@ class RandomState:
 # --- Modes ---
 
 
-# What tells how the modes are: asked one after the other, without a line of Python in between, into a list. (A tuple of
-# what `map` gives is made with room to spare and then cut: the garbage collector counts those as made and never freed.)
-Looks = tuple[Callable[[], Any], ...]
-_ask: Callable[[Callable[[], Any]], Any] = getattr(
-    operator, "call", methodcaller("__call__")
-)  # Python 3.10: the latter
-_LOOKS_ON_CPU: Looks = (
-    torch_function_enabled,
-    function_mode_count,
-    get_default_dtype,
-    is_autocast_cache_enabled,
-    partial(is_autocast_enabled, "cpu"),
-    partial(get_autocast_dtype, "cpu"),
-)
+Look = Callable[[], list[Any]]
+
+
+def _look_on_cpu() -> list[Any]:
+    """How the modes are. Written out, for every region asks twice."""
+    return [
+        torch_function_enabled(),
+        function_mode_count(),
+        get_default_dtype(),
+        kernel_switches(),
+        is_autocast_cache_enabled(),
+        is_autocast_enabled("cpu"),
+        get_autocast_dtype("cpu"),
+    ]
 
 
 @cache
-def _looks_at(device_type: str) -> Looks:
+def _look_at(device_type: str) -> Look:
     if device_type == "cpu" or not torch.amp.is_autocast_available(device_type):
-        return _LOOKS_ON_CPU
-    return (*_LOOKS_ON_CPU, partial(is_autocast_enabled, device_type), partial(get_autocast_dtype, device_type))
+        return _look_on_cpu
+
+    def look() -> list[Any]:
+        return [*_look_on_cpu(), is_autocast_enabled(device_type), get_autocast_dtype(device_type)]
+
+    return look
 
 
 class Autocast:
@@ -280,21 +287,24 @@ class Autocast:
     around it.
     """
 
-    __slots__ = ("_looks", "_seen")
+    __slots__ = ("_seen", "_types")
 
-    def __init__(self, looks: Looks, seen: Sequence[Any]) -> None:
-        self._looks = looks[3:]
+    def __init__(self, device_type: str, seen: Sequence[Any]) -> None:
+        self._types = ("cpu",) if len(seen) == 3 else ("cpu", device_type)
         self._seen = seen
 
+    def _now(self) -> list[Any]:
+        each = [(is_autocast_enabled(kind), get_autocast_dtype(kind)) for kind in self._types]
+        return [is_autocast_cache_enabled(), *(one for pair in each for one in pair)]
+
     def restore(self) -> Undo | None:
-        if list(map(_ask, self._looks)) == self._seen:
+        if self._now() == self._seen:
             return None
         cache, *each = self._seen
-        types = [look.args[0] for look in self._looks[1::2]]  # type: ignore[attr-defined]
         return _enter(
             [
                 torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache)
-                for kind, enabled, dtype in zip(types, each[::2], each[1::2], strict=True)
+                for kind, enabled, dtype in zip(self._types, each[::2], each[1::2], strict=True)
             ]
         )
 
@@ -334,6 +344,26 @@ class DefaultDtype:
             return None
         set_default_dtype(self._dtype)
         return partial(set_default_dtype, now)
+
+
+class Kernels:
+    """Which kernels may be chosen: `sdpa_kernel`, `torch.backends.cudnn.flags` and others around the forward.
+
+    Another kernel saves other tensors, or rounds in other places. The switches hold for the whole process, so a replay
+    turns them for other threads too.
+    """
+
+    __slots__ = ("_switches",)
+
+    def __init__(self, switches: Sequence[Any]) -> None:
+        self._switches = switches
+
+    def restore(self) -> Undo | None:
+        now = kernel_switches()
+        if now == self._switches:
+            return None
+        put_kernel_switches(self._switches)
+        return partial(put_kernel_switches, now)
 
 
 class TorchFunctions:

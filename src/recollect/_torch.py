@@ -166,6 +166,52 @@ def default_device() -> torch.device | None:
     return None
 
 
+# Which kernels torch may choose from: those of attention and their order, cuDNN's, oneDNN's. They hold for the whole
+# process. The public functions are Python around these, or contexts.
+_C: Any = torch._C
+_READ_FLASH, _PUT_FLASH = _C._get_flash_sdp_enabled, _C._set_sdp_use_flash
+_READ_MATH, _PUT_MATH = _C._get_math_sdp_enabled, _C._set_sdp_use_math
+_READ_EFFICIENT, _PUT_EFFICIENT = _C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient
+_READ_CUDNN_SDP, _PUT_CUDNN_SDP = _C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn
+_READ_OTHER_SDP, _PUT_OTHER_SDP = _C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable
+_READ_ORDER, _PUT_ORDER = _C._get_sdp_priority_order, _C._set_sdp_priority_order
+_READ_CUDNN, _PUT_CUDNN = _C._get_cudnn_enabled, _C._set_cudnn_enabled
+_READ_STEADY, _PUT_STEADY = _C._get_cudnn_deterministic, _C._set_cudnn_deterministic
+_READ_ONEDNN, _PUT_ONEDNN = _C._get_mkldnn_enabled, _C._set_mkldnn_enabled
+
+
+def kernel_switches() -> list[Any]:
+    """Which kernels may be chosen. Written out: it is asked twice for every region."""
+    return [
+        _READ_FLASH(),
+        _READ_MATH(),
+        _READ_EFFICIENT(),
+        _READ_CUDNN_SDP(),
+        _READ_OTHER_SDP(),
+        _READ_ORDER(),
+        _READ_CUDNN(),
+        _READ_STEADY(),
+        _READ_ONEDNN(),
+    ]
+
+
+def put_kernel_switches(switches: Sequence[Any]) -> None:
+    """Let those kernels be chosen that could be when `kernel_switches` gave this."""
+    puts: tuple[Callable[[Any], None], ...] = (
+        _PUT_FLASH,
+        _PUT_MATH,
+        _PUT_EFFICIENT,
+        _PUT_CUDNN_SDP,
+        _PUT_OTHER_SDP,
+        _PUT_ORDER,
+        _PUT_CUDNN,
+        _PUT_STEADY,
+        _PUT_ONEDNN,
+    )
+    for put, value in zip(puts, switches, strict=True):
+        put(value)
+
+
 def accelerator_module(device_type: str) -> Any:
     """`torch.cuda` for "cuda" and so on; None for a type without a module of its own (cpu counts as without)."""
     if device_type in ("cpu", "meta"):
