@@ -1178,7 +1178,7 @@ FAULTS = (
     fault(
         "a policy around reaches into a module that is recomputed by decision",
         "_decided.py",
-        "    if not scope.saving and not scope.has_policy and type(decision)",
+        "    if not scope.saving and scope.policy is None and type(decision)",
         "    if not scope.saving and type(decision)",
         "test_modules.py",
     ),
