@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import recollect
-from recollect import CheckpointError, checkpoint, dropin
+from recollect import CheckpointError, _verification, checkpoint, dropin
 from tools import IN_PLACE, assert_equal, leaf
 
 drop_in = functools.partial(dropin.checkpoint, use_reentrant=False)
@@ -390,6 +390,34 @@ def test_frozen_or_unfrozen_between(first, place, way):
     right_or_refused(
         way, model, lambda: model[place].requires_grad_(not first), lambda: model[place].requires_grad_(first), model
     )
+
+
+@every_way
+def test_optimizers_that_step_within_backward_disturb_no_replay(way, monkeypatch):
+    """Each parameter is stepped as soon as it has its gradient: most of a model, when its first layers are replayed."""
+    run, steps = WAYS[way]
+    looked = []
+    monkeypatch.setattr(_verification, "Reading", lambda suspects: looked.append(list(suspects)))
+
+    def train(run):
+        model = nn.ModuleList(model_of(seed) for seed in range(3))
+        optimizers = {one: torch.optim.AdamW([one], lr=0.1) for one in model.parameters()}
+
+        def step(one):
+            optimizers[one].step()
+            optimizers[one].zero_grad()
+
+        for one in model.parameters():
+            one.register_post_accumulate_grad_hook(step)
+        for _ in range(steps + 2):
+            x = leaf(2, 4)
+            for layer in model:
+                x = x + run(layer, x)
+            x.square().sum().backward()
+        return [one.detach() for one in model.parameters()]
+
+    assert_equal(train(run), train(plain))
+    assert looked == []  # for what the replays of other layers read
 
 
 @every_way

@@ -304,6 +304,10 @@ class Leaves:
         changed = [one.tensor() for one in self._gathered if one.is_changed(was_replayed=self._was_replayed)]
         return [tensor for tensor in changed if tensor is not None]
 
+    def saved(self) -> list[Tensor]:
+        """The leaves that stand in slots."""
+        return [leaf for one in self.by_slot.values() if (leaf := one()) is not None]
+
     def read(self) -> list[Tensor]:
         """All that is watched."""
         return [*self._there(), *(tensor for one in self._others if (tensor := one()) is not None)]
@@ -326,7 +330,7 @@ class Leaves:
 
     def find_change(self) -> Tensor | None:
         """The first saved leaf that was changed in place since."""
-        saved = {id(one()) for one in self.by_slot.values()}
+        saved = set(map(id, self.saved()))
         changed = self._changed_leaves() + self._gathered_anew()
         return next((leaf for leaf in changed if id(leaf) in saved), None)
 

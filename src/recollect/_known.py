@@ -11,7 +11,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_not, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any
@@ -24,6 +24,7 @@ from recollect._inputs import Arguments
 from recollect._torch import (
     identities_of_own_tensors,
     in_functional_call,
+    own_tensors,
     parameters_at,
     process_groups,
     storage_key,
@@ -100,6 +101,13 @@ class Known:
             self._identities = identities
             self._is_swapped = putting or in_functional_call()
         return self._is_swapped
+
+    def may_read(self) -> Iterable[Tensor | None] | None:
+        """The parameters that it may read, as far as its modules and recorded calls tell; None if they tell nothing."""
+        if not self.is_recorded and (self._is_large or not self.tree):
+            return None
+        own = (one for module in self.modules() for one in own_tensors(module)[0].values())
+        return chain(own, (reference() for reference in self.reads))
 
     def roots(self) -> list[Module]:
         """The modules that the function belongs to."""

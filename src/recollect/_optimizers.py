@@ -9,6 +9,7 @@ was gathered from them.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from recollect._shards import changed_by_step
+from recollect._shards import changed_by_step, gathered_from
 from recollect._torch import never_look_into
 
 
@@ -60,6 +61,17 @@ def stepped_since(count: int) -> dict[int, Tensor]:
     # A copy made at once: a garbage collection in between may take entries out.
     there = [(place, one()) for place, one in _references.copy().items() if _last.get(place, 0) > count]
     return {place: parameter for place, parameter in there if parameter is not None}
+
+
+def stepped_among(tensors: Iterable[Tensor | None], count: int) -> list[Tensor]:
+    """Which of some tensors were stepped after the `count`-th step, themselves or as what they are gathered from."""
+    found = []
+    for tensor in tensors:
+        if tensor is not None:
+            if _last.get(id(tensor), 0) > count:
+                found.append(tensor)
+            found += [one for one in gathered_from(tensor) if _last.get(id(one), 0) > count]
+    return found
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -73,6 +73,12 @@ def _forget(where: dict[int, Any], place: int, _: object) -> None:
     where.pop(place, None)
 
 
+def gathered_from(shard: Tensor) -> list[Tensor]:
+    """What is known to be gathered from a shard."""
+    there = _gathered.get(id(shard)) if _gathered else None
+    return [] if not there else [leaf for one in list(there.values()) if (leaf := one()) is not None]
+
+
 def changed_by_step(shard: Tensor) -> Iterator[Tensor]:
     """What was gathered from a shard that is about to be stepped, and is not there now: it will be other values."""
     if process_groups and id(shard) not in _gathered and mesh_of(shard) is not None:
@@ -81,10 +87,9 @@ def changed_by_step(shard: Tensor) -> Iterator[Tensor]:
         for gathered, place in fully_sharded():
             _learn(gathered, place)
             _tie(gathered, place.shards())
-    for reference in list(_gathered.get(id(shard), {}).values()) if _gathered else ():
-        leaf = reference()
-        known = None if leaf is None else _leaves.get(id(leaf))
-        if leaf is not None and known is not None and known[1] is not None and known[1].is_away():
+    for leaf in gathered_from(shard):
+        known = _leaves.get(id(leaf))
+        if known is not None and known[1] is not None and known[1].is_away():
             yield leaf
 
 

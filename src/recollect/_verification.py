@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -21,9 +22,9 @@ from recollect._ambient import Part
 from recollect._differences import Finding, Unequal, explain, first_unequal
 from recollect._generators import Probe
 from recollect._guards import Buffers, Gathers, Leaves, Reading, Swapped, Training, lasting, name_of, swapping
-from recollect._inputs import Arguments
+from recollect._inputs import Arguments, find_tensors
 from recollect._known import Known, known_of
-from recollect._optimizers import Steps, stepped_since
+from recollect._optimizers import Steps, stepped_among, stepped_since
 from recollect._record import Recorder
 from recollect._torch import can_be_recorded, level_of_user_code, without_any_torch_function
 
@@ -116,17 +117,18 @@ class Verification:
 
     # --- In a replay ---
 
-    def inspection(self, region: Callable[[], str], *, compares: bool) -> Inspection | None:
-        """What a replay is to be watched for; nearly always nothing.
+    def inspection(self, region: Callable[[], str], arguments: Arguments, *, compares: bool) -> Inspection | None:
+        """What a replay on `arguments` is to be watched for; nearly always nothing.
 
         Raises if a weight that the forward saved was changed or replaced since.
         """
         leaves = self.leaves
+        stepped = self._stepped(arguments) if Steps.count != self._steps else ()
         if (
             self.record is None
             and not self._drawn
             and not self._restores_buffers
-            and Steps.count == self._steps
+            and not stepped
             and (leaves is None or leaves.are_as_they_were())
         ):
             return None
@@ -135,7 +137,7 @@ class Verification:
         record = self.record if compares else None
         return Inspection(
             None if record is None else Recorder(results=record.results, ignored=record.ignored),
-            self._suspects(),
+            self._suspects(stepped),
             self._probe_for_replay(),
             self._memory_put_back(),
         )
@@ -149,12 +151,23 @@ class Verification:
             then, now = (None if one is None else name_of(one, self._known.roots()) for one in replaced)
             raise self._guarded(_errors.weight_replaced(region(), str(then), now))
 
-    def _suspects(self) -> Reading | None:
+    def _stepped(self, arguments: Arguments) -> Collection[Tensor]:
+        """What was stepped since the forward and may be read by the replay.
+
+        Optimizers that step within backward, as gradients come, have stepped most of a model when its first layers are
+        replayed: of a function of which more is known, only what it may read counts.
+        """
+        may_read = self._known.may_read()
+        if may_read is None:
+            return stepped_since(self._steps).values()
+        saved = [] if self.leaves is None else self.leaves.saved()
+        return stepped_among(chain(may_read, saved, find_tensors(*arguments)[0]), self._steps)
+
+    def _suspects(self, stepped: Iterable[Tensor]) -> Reading | None:
         """What looks for tensors that were changed since the forward, if there are any, and are read by the replay."""
         # Where values are compared, they say more than that something was changed.
         changed = [] if self.leaves is None else self.leaves.changed(others=self.record is None)
-        if Steps.count != self._steps:
-            changed += stepped_since(self._steps).values()
+        changed += stepped
         return Reading(changed) if changed else None
 
     def _probe_for_replay(self) -> Probe | None:

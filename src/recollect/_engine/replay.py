@@ -187,7 +187,7 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
     verification = frame.verification if frame.finished else None
     inspection = None
     if verification is not None:
-        inspection = verification.inspection(frame.region, compares=only is None)
+        inspection = verification.inspection(frame.region, arguments, compares=only is None)
     leaves = None if verification is None else verification.leaves
     leaf_at = {} if leaves is None else leaves.by_slot
     add = tensors.append

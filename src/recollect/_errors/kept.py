@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from recollect._errors.kinds import CheckpointError, SavedTensorChangedError
 from recollect._errors.words import describe_value
@@ -74,7 +75,7 @@ def not_an_overload(operator: object, *, is_packet: bool) -> ValueError:
     )
 
 
-def operator_hint(value: object) -> str:
+def operator_hint(value: Any) -> str:
     """What to write instead of `torch.mm`."""
     name = getattr(value, "__name__", None)
     return f". (torch.ops.aten.{name}?)" if callable(value) and isinstance(name, str) and name.isidentifier() else ""
