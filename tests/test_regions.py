@@ -1151,6 +1151,28 @@ def test_numbers_are_not_drawn_again_without_preserve_rng_state_either():
     assert_equal(steps_of(rematted), steps_of(block))
 
 
+@pytest.mark.parametrize("around", ["disk", "region in disk", "region"])
+def test_noise_that_an_operator_saves_before_it_has_written_it_is_not_copied_before_either(around):
+    def block(x):
+        return part("part", lambda x: F.rrelu(x.exp() - 1, training=True))(x.sin()).exp()
+
+    def in_a_region(x):
+        return checkpoint(lambda x: checkpoint(block, x.sin(), policy=saving("part")), x)
+
+    function = remat(block, policy=saving("part")) if around == "disk" else in_a_region
+    plain = block if around == "disk" else lambda x: block(x.sin())
+    x = leaf(64, 64)
+
+    def gradient(function, place):
+        torch.manual_seed(1)
+        with place:
+            y = function(x)
+        return torch.autograd.grad(y.sum(), x)
+
+    disk = contextlib.nullcontext() if around == "region" else recollect.offload(to="disk", min_bytes=0)
+    assert_equal(gradient(function, disk), gradient(plain, contextlib.nullcontext()))
+
+
 # --- Kept results that change after the block ---
 
 

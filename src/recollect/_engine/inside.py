@@ -56,7 +56,7 @@ def hooks_of(inside: Inside, scope: Scope, outside: Hooks, around: Hooks | None)
         if watch is not None:
             watch(tensor, "kept" if store is None else "offloaded")
         if around is not None:
-            kept = Kept(tensor, hooks=around)
+            kept = Kept(tensor, hooks=around, is_being_saved=True)
         elif store is not None and is_written(tensor):
             kept = Kept(tensor, store=store)
         else:
