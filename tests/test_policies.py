@@ -542,6 +542,16 @@ def test_a_combination_does_not_change_its_parts():
     assert (again["mm"], again["sin"]) == (0, 1)
 
 
+def test_a_function_is_not_asked_about_copies_of_what_is_pinned():
+    def block(x):
+        weight, noise = recollect.pin(lambda x: (x.tanh(), torch.rand(3)))(x)
+        return (x * weight + noise).sin().exp()
+
+    asked = Asked("exp")
+    checkpoint(block, leaf(3), policy=asked)
+    assert asked.names == ["mul", "add", "sin", "exp"]
+
+
 def test_the_first_of_two_ways_to_keep_wins():
     def function(x, w):
         y = x @ w

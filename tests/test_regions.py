@@ -1173,6 +1173,30 @@ def test_noise_that_an_operator_saves_before_it_has_written_it_is_not_copied_bef
     assert_equal(gradient(function, disk), gradient(plain, contextlib.nullcontext()))
 
 
+@pytest.mark.parametrize("place", [Save(), Offload(to="disk", min_bytes=0)], ids=["device", "disk"])
+def test_a_copy_of_what_is_handed_out_is_not_taken_for_an_operator_of_the_block(place):
+    """Of the region's kept result the outer one has a copy; each of several passes is given one of its own."""
+
+    def block(x):
+        a = part("a", torch.sin)(x)
+        b = a.exp().clone() * 2
+        return a, b.sin()
+
+    policy = recollect.save_ops(torch.ops.aten.clone) | by_name({"a": place})
+    inner = remat(block, policy=policy)
+
+    def outer(x):
+        return part("outer", inner)(x.exp())
+
+    def gradients(function):
+        x = leaf(4, 4)
+        _, b = function(x)
+        loss = (b**2).sum()
+        return *torch.autograd.grad(loss, x, retain_graph=True), *torch.autograd.grad(loss, x)
+
+    assert_equal(gradients(remat(outer, policy=saving("outer"))), gradients(lambda x: block(x.exp())))
+
+
 # --- Kept results that change after the block ---
 
 

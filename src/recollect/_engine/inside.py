@@ -112,6 +112,20 @@ def call_within(
             resume()
 
 
+def call_unseen(scope: Scope, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of ours: what it runs to keep or to hand out is no operator of the user's to anybody who looks.
+
+    Else one that counts operators would take a copy made here for the function's own.
+    """
+    if scope.around is None and not scope.modes and scope.trace is None and scope.recorder is None:
+        return function(*args)
+    resume = _hush((scope, *scope.outer()))
+    try:
+        return function(*args)
+    finally:
+        resume()
+
+
 def _hush(scopes: Iterable[Scope]) -> Callable[[], None]:
     """Let nobody who looks at the operators of these functions see any; gives what undoes it."""
     recorders = [one.recorder for one in scopes if one.recorder is not None]
