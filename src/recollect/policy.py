@@ -248,6 +248,10 @@ class Policy:
         """What it looks for, in words; empty where nothing is looked for by name."""
         return []
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was made of it: a copy makes its own, and the operators in a table cannot be pickled."""
+        return {name: value for name, value in vars(self).items() if name not in ("table", "known_paths")}
+
     def __or__(self, other: Any) -> Policy:
         return _FirstOf([self, as_policy(other)])
 
