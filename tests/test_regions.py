@@ -1303,6 +1303,23 @@ def test_a_save_inside_a_recompute_inside_a_save():
     assert calls_of(block, policy, passes=2) == {"a": 3, "b": 1, "c": 3}
 
 
+@pytest.mark.parametrize("around", [Save(), Recompute()], ids=["kept", "recomputed"])
+def test_the_paths_of_a_policy_of_a_parts_own_begin_inside_of_it(around):
+    def block(x):
+        act = part("act", lambda x: part("gate", sin_cos)(x.sin()).exp())
+        return part("mlp", lambda x: act(x.exp()).exp())(x.sin()).exp()
+
+    within = Recompute(policy=saving("gate"))
+    again = calls_of(block, by_name({"mlp": around, "mlp/act": within}))
+    assert again["gate"] == 1
+    paths = []
+    within = Recompute(policy=lambda what, ctx: paths.append(what) if isinstance(what, str) else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it keeps nothing
+        calls_of(block, by_name({"mlp": around, "mlp/act": within}))
+    assert paths == ["gate"]
+
+
 def test_what_a_recomputed_region_saves_inside_a_saved_one_is_not_kept():
     def act(x):
         return x.sin().sin().sin().sin()

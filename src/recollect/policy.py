@@ -67,7 +67,7 @@ class Recompute:
 
     Args:
         policy: For a named region or a module: what to keep inside all the same, in place of what the region around
-            keeps.
+            keeps. The paths that it decides begin inside.
         inputs: For a module: where its inputs wait for the replay, which are all that is left of it until then.
             None leaves them on their device, `Offload()` puts them on the host, `Shard("tp")` leaves one part on each
             of the ranks that have copies of them.
