@@ -287,6 +287,19 @@ def test_paths_of_named_regions_are_shown_without_a_policy():
     ]
 
 
+@pytest.mark.parametrize("around", [Save(), Recompute()], ids=["kept", "recomputed"])
+def test_paths_are_whole_inside_of_a_region_with_a_policy_of_its_own(around):
+    def block(x):
+        act = recollect.region("act", lambda x: recollect.region("inner", torch.tanh)(x.exp()))
+        return recollect.region("mlp", lambda x: act(x).cos())(x.sin()).sin()
+
+    for policy in (by_name({"inner": Save()}), recollect.save_ops(torch.ops.aten.tanh)):
+        found = explain(block, leaf(8), policy=by_name({"mlp": around, "mlp/act": Recompute(policy=policy)}))
+        regions = {row.operator: row.region for row in found.rows if row.decision == "recomputed"}
+        assert regions["aten.exp.default"] == "mlp/act"
+        assert "mlp/act/inner" in {row.region for row in found.rows}
+
+
 def test_a_named_region_that_is_kept():
     found = explain(two_regions, leaf(8), policy=by_name({"attn": Save(), "mlp": Recompute()}))
     assert [(row.operator, row.region, row.decision) for row in found.rows] == [

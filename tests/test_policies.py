@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import pickle
 import random
 import re
 import warnings
@@ -540,6 +541,24 @@ def test_a_combination_does_not_change_its_parts():
     assert one | other is not one
     again = run_again(mm_sin_exp_cos, *matrices(), policy=one)
     assert (again["mm"], again["sin"]) == (0, 1)
+
+
+@pytest.mark.parametrize("policy", [save_ops(aten.mm) | policies.save_attention, policies.save_matmuls], ids=repr)
+def test_a_policy_that_was_used_can_be_pickled(policy):
+    checkpoint(mm_sin_exp_cos, *matrices(), policy=policy)
+    twin = pickle.loads(pickle.dumps(policy))
+    assert repr(twin) == repr(policy)
+    assert run_again(mm_sin_exp_cos, *matrices(), policy=twin)["mm"] == 0
+
+
+def test_a_function_is_not_asked_about_copies_of_what_is_pinned():
+    def block(x):
+        weight, noise = recollect.pin(lambda x: (x.tanh(), torch.rand(3)))(x)
+        return (x * weight + noise).sin().exp()
+
+    asked = Asked("exp")
+    checkpoint(block, leaf(3), policy=asked)
+    assert asked.names == ["mul", "add", "sin", "exp"]
 
 
 def test_the_first_of_two_ways_to_keep_wins():

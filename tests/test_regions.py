@@ -1151,6 +1151,52 @@ def test_numbers_are_not_drawn_again_without_preserve_rng_state_either():
     assert_equal(steps_of(rematted), steps_of(block))
 
 
+@pytest.mark.parametrize("around", ["disk", "region in disk", "region"])
+def test_noise_that_an_operator_saves_before_it_has_written_it_is_not_copied_before_either(around):
+    def block(x):
+        return part("part", lambda x: F.rrelu(x.exp() - 1, training=True))(x.sin()).exp()
+
+    def in_a_region(x):
+        return checkpoint(lambda x: checkpoint(block, x.sin(), policy=saving("part")), x)
+
+    function = remat(block, policy=saving("part")) if around == "disk" else in_a_region
+    plain = block if around == "disk" else lambda x: block(x.sin())
+    x = leaf(64, 64)
+
+    def gradient(function, place):
+        torch.manual_seed(1)
+        with place:
+            y = function(x)
+        return torch.autograd.grad(y.sum(), x)
+
+    disk = contextlib.nullcontext() if around == "region" else recollect.offload(to="disk", min_bytes=0)
+    assert_equal(gradient(function, disk), gradient(plain, contextlib.nullcontext()))
+
+
+@pytest.mark.parametrize("place", [Save(), Offload(to="disk", min_bytes=0)], ids=["device", "disk"])
+def test_a_copy_of_what_is_handed_out_is_not_taken_for_an_operator_of_the_block(place):
+    """Of the region's kept result the outer one has a copy; each of several passes is given one of its own."""
+
+    def block(x):
+        a = part("a", torch.sin)(x)
+        b = a.exp().clone() * 2
+        return a, b.sin()
+
+    policy = recollect.save_ops(torch.ops.aten.clone) | by_name({"a": place})
+    inner = remat(block, policy=policy)
+
+    def outer(x):
+        return part("outer", inner)(x.exp())
+
+    def gradients(function):
+        x = leaf(4, 4)
+        _, b = function(x)
+        loss = (b**2).sum()
+        return *torch.autograd.grad(loss, x, retain_graph=True), *torch.autograd.grad(loss, x)
+
+    assert_equal(gradients(remat(outer, policy=saving("outer"))), gradients(lambda x: block(x.exp())))
+
+
 # --- Kept results that change after the block ---
 
 
@@ -1255,6 +1301,23 @@ def test_a_save_inside_a_recompute_inside_a_save():
     assert calls_of(block, policy, passes=2) == {"a": 1, "b": 3, "c": 1}
     policy = by_name({"a": Recompute(), "a/b": Save(), "a/b/c": Recompute()})
     assert calls_of(block, policy, passes=2) == {"a": 3, "b": 1, "c": 3}
+
+
+@pytest.mark.parametrize("around", [Save(), Recompute()], ids=["kept", "recomputed"])
+def test_the_paths_of_a_policy_of_a_parts_own_begin_inside_of_it(around):
+    def block(x):
+        act = part("act", lambda x: part("gate", sin_cos)(x.sin()).exp())
+        return part("mlp", lambda x: act(x.exp()).exp())(x.sin()).exp()
+
+    within = Recompute(policy=saving("gate"))
+    again = calls_of(block, by_name({"mlp": around, "mlp/act": within}))
+    assert again["gate"] == 1
+    paths = []
+    within = Recompute(policy=lambda what, ctx: paths.append(what) if isinstance(what, str) else None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it keeps nothing
+        calls_of(block, by_name({"mlp": around, "mlp/act": within}))
+    assert paths == ["gate"]
 
 
 def test_what_a_recomputed_region_saves_inside_a_saved_one_is_not_kept():

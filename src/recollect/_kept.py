@@ -45,15 +45,24 @@ class Kept:
     changed_at: str | None = None  # on which line
 
     def __init__(
-        self, value: Any, *, store: Store | None = None, hooks: Hooks | None = None, is_private: bool = False
+        self,
+        value: Any,
+        *,
+        store: Store | None = None,
+        hooks: Hooks | None = None,
+        is_private: bool = False,
+        is_being_saved: bool = False,
     ) -> None:
-        """Keep `value`; `is_private` if nobody else has its memory. With a store it may have a history."""
+        """Keep `value`; `is_private` if nobody else has its memory. With a store it may have a history.
+
+        With hooks: `is_being_saved` if autograd saves it at this moment, for an operator that may have yet to write it.
+        """
         self._packed = value
         if not isinstance(value, Tensor):
             return
         self._version = version_of(value)
         if hooks is not None:
-            self._hand_to(hooks, value)
+            self._hand_to(hooks, value, by_hand.packing or not is_being_saved)
         elif store is not None:
             ticket = store.put(value)
             if ticket is not None:
@@ -64,11 +73,11 @@ class Kept:
             # Hooks may hold the very tensor, or a copy: as long as it is there, its version counts.
             self._held = value if self._packed is value else weakref.ref(value)
 
-    def _hand_to(self, hooks: Hooks, value: Tensor) -> None:
+    def _hand_to(self, hooks: Hooks, value: Tensor, is_by_hand: bool) -> None:
         pack, self._unpack = hooks
         dense = type(value) is Tensor and value.layout is torch.strided and not value.is_nested
         self._stride = value.stride() if dense else None
-        by_hand.packing = True
+        by_hand.packing = is_by_hand
         try:
             with torch.no_grad():  # as around autograd's own calls of a pack hook
                 self._packed = pack(value)

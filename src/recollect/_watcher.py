@@ -211,7 +211,7 @@ class Watcher(TorchDispatchMode):
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
             operator=operator,
-            region=scope.path,
+            region=scope.whole_path(),
             module=module,
             line=lines[-1] if lines else "",
             decision=decision,

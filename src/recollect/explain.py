@@ -39,7 +39,7 @@ from recollect._torch import (
     without_torch_function,
 )
 from recollect._watcher import Row, Saving, Watcher, memory_of
-from recollect.policy import ByCall, Decision, Policy, Question
+from recollect.policy import ByCall, Decision, Policy, Question, Recompute
 
 # By their claims on memory, and what a row with the decision is, in words.
 _DECISIONS = {
@@ -148,7 +148,10 @@ class _Named(Policy):
         policy = self._policy
         if policy is None or (isinstance(what, str) and not policy.decides_names()):
             return None
-        return policy.decide(what, question)
+        decision = policy.decide(what, question)
+        if isinstance(decision, Recompute) and decision.policy is not None:
+            return dataclasses.replace(decision, policy=_Named(decision.policy))
+        return decision
 
 
 # --- Putting it together ---

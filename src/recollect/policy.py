@@ -67,7 +67,7 @@ class Recompute:
 
     Args:
         policy: For a named region or a module: what to keep inside all the same, in place of what the region around
-            keeps.
+            keeps. The paths that it decides begin inside.
         inputs: For a module: where its inputs wait for the replay, which are all that is left of it until then.
             None leaves them on their device, `Offload()` puts them on the host, `Shard("tp")` leaves one part on each
             of the ranks that have copies of them.
@@ -247,6 +247,10 @@ class Policy:
     def unmatched(self) -> list[str]:
         """What it looks for, in words; empty where nothing is looked for by name."""
         return []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what was made of it: a copy makes its own, and the operators in a table cannot be pickled."""
+        return {name: value for name, value in vars(self).items() if name not in ("table", "known_paths")}
 
     def __or__(self, other: Any) -> Policy:
         return _FirstOf([self, as_policy(other)])

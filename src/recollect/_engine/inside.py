@@ -56,7 +56,7 @@ def hooks_of(inside: Inside, scope: Scope, outside: Hooks, around: Hooks | None)
         if watch is not None:
             watch(tensor, "kept" if store is None else "offloaded")
         if around is not None:
-            kept = Kept(tensor, hooks=around)
+            kept = Kept(tensor, hooks=around, is_being_saved=True)
         elif store is not None and is_written(tensor):
             kept = Kept(tensor, store=store)
         else:
@@ -110,6 +110,20 @@ def call_within(
         scope.saving = outside
         if resume is not None:
             resume()
+
+
+def call_unseen(scope: Scope, function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function of ours: what it runs to keep or to hand out is no operator of the user's to anybody who looks.
+
+    Else one that counts operators would take a copy made here for the function's own.
+    """
+    if scope.around is None and not scope.modes and scope.trace is None and scope.recorder is None:
+        return function(*args)
+    resume = _hush((scope, *scope.outer()))
+    try:
+        return function(*args)
+    finally:
+        resume()
 
 
 def _hush(scopes: Iterable[Scope]) -> Callable[[], None]:

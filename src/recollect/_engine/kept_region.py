@@ -25,7 +25,7 @@ from torch import Tensor
 
 from recollect import _errors
 from recollect._ambient import access_to
-from recollect._engine.inside import NO_PART, Inside, call_within, find_whole, hooks_of, pack_again
+from recollect._engine.inside import NO_PART, Inside, call_unseen, call_within, find_whole, hooks_of, pack_again
 from recollect._engine.scope import Scope
 from recollect._inputs import copy_of, find_tensors, is_transparent, rebuild, versions_of
 from recollect._kept import Kept, hooks_into
@@ -43,7 +43,6 @@ from recollect._torch import (
     storage_key,
     top_hooks,
 )
-from recollect._verify import OperatorTrace
 from recollect.policy import Decision, Offload
 
 if TYPE_CHECKING:
@@ -186,9 +185,7 @@ def keep(
         if is_usual:
             region.outputs, region.version = result.detach(), result._version
         else:
-            trace: OperatorTrace | None = scope.trace
-            keep_outputs = _keep_outputs if trace is None else trace.without(_keep_outputs)
-            keep_outputs(scope, region, result, given, around, store)
+            call_unseen(scope, _keep_outputs, scope, region, result, given, around, store)
         region.random = regions.read_random()
     regions.by_place[place] = region
     return result
@@ -360,10 +357,8 @@ def replay(
     regions.reached[region.path] = True
     # A backward inside the function may go through the region: then its history is needed.
     if region.outputs is not None and not frame.differentiated:
-        trace: OperatorTrace | None = scope.trace
-        hand_out = _hand_out if trace is None else trace.without(_hand_out)
         try:
-            result = hand_out(region, tensors)
+            result = call_unseen(scope, _hand_out, region, tensors)
         except _errors.SavedTensorChangedError:
             pass
         else:

@@ -202,9 +202,10 @@ def _call_inside(
     if options is not None:
         return run_region(function, args, kwargs, options)
     inherited = scope.frame.options
-    if decision.policy is not None:
-        inherited = dataclasses.replace(inherited, policy=decision.policy)
-    return run_region(function, args, kwargs, inherited, path=mark.path)
+    if decision.policy is None:
+        return run_region(function, args, kwargs, inherited, path=mark.path)
+    # Paths are its own from here on, as where such a part is inside of nothing that is kept: see `_call_refined`.
+    return run_region(function, args, kwargs, dataclasses.replace(inherited, policy=decision.policy))
 
 
 def _call_refined(
@@ -216,12 +217,12 @@ def _call_refined(
     kwargs: dict[str, Any],
 ) -> Any:
     """Call a part that is recomputed, and in which `policy` decides what to keep all the same."""
-    outside = scope.policy, scope.modes, scope.names, scope.path
+    outside = scope.policy, scope.modes, scope.names, scope.outside, scope.path
     paused = [mode for mode in scope.modes if not mode.paused]
     for one in paused:
         one.paused = True
     scope.decide_by(policy)
-    scope.names, scope.path = (), ""
+    scope.names, scope.outside, scope.path = (), scope.whole_path(), ""
     mode: Any = None
     try:
         if policy is not None:
@@ -238,7 +239,7 @@ def _call_refined(
         raise mode.refused from None
     finally:
         mode = None  # it holds the scope, and a traceback may hold this frame
-        before, scope.modes, scope.names, scope.path = outside
+        before, scope.modes, scope.names, scope.outside, scope.path = outside
         scope.decide_by(before)
         for one in paused:
             one.paused = False

@@ -22,7 +22,7 @@ from torch.compiler import is_dynamo_compiling
 
 from recollect import _compile, _errors
 from recollect._ambient import RandomState
-from recollect._engine.inside import NO_PART, Inside, call_within, hooks_of, pack_again
+from recollect._engine.inside import NO_PART, Inside, call_unseen, call_within, hooks_of, pack_again
 from recollect._engine.scope import Scope, here
 from recollect._inputs import copy_of, find_tensors, rebuild
 from recollect._torch import as_inner_result, is_view_without_grad, never_begin_in, top_hooks, view_without_grad
@@ -291,7 +291,7 @@ def _run(
         inside.part = NO_PART
         entry.after = scope.position
     entry.random = [RandomState.like(one.frame.ambient) for one in (scope, *scope.outer())]
-    entry.keep(result, tensors)
+    call_unseen(scope, entry.keep, result, tensors)
     return result
 
 
@@ -324,7 +324,7 @@ def _hand_out(
             return value
         return as_inner_result(value, tensors, _errors.served_from_memory(_errors.describe_function(function)))
 
-    result = entry.hand_out(tensors, give)
+    result = call_unseen(scope, entry.hand_out, tensors, give)
     if scope.recorder is not None:
         scope.recorder.adopt(result)
     return result

@@ -35,6 +35,7 @@ class Scope:
     following = False  # whether it is within a replay
     policy: Any = None  # that decides here
     watch: Watch | None = None
+    outside = ""  # of watched ones: the path of the named regions around the place where `path` begins
     trace: Any = None  # of operators, for `debug`
     recorder: Any = None  # of operators and values, where this run is to be compared
     modes: tuple[Any, ...] = ()  # the dispatch modes that keep or hand out operators' outputs here
@@ -65,7 +66,9 @@ class Scope:
             self.replaying = self.following = True
         if around is not None:
             self.following |= around.following
-            self.watch = around.watch
+            if around.watch is not None:
+                self.watch = around.watch
+                self.outside = around.outside if frame.path else around.whole_path()
         if frame.options.policy is not None:
             self.decide_by(frame.options.policy)
 
@@ -73,6 +76,10 @@ class Scope:
         """Ask `policy` from here on."""
         self.policy = policy
         self.known = policy.known_paths if policy is not None and policy.decides_names() else None
+
+    def whole_path(self) -> str:
+        """The path of all named regions that are open, also of those around the place where a policy begins its own."""
+        return f"{self.outside}/{self.path}" if self.outside and self.path else self.outside or self.path
 
     def noted(self, make: Callable[..., T], *args: Any) -> T | None:
         """The next entry of the journal: what `make` gives in a forward, what it gave then within a replay.
