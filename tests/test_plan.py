@@ -488,7 +488,8 @@ def test_paths_of_plans(tmp_path):
         with pytest.raises(kind, match=re.escape(repr(str(path)))) as info:
             plan.save(path)
         assert ".tmp" not in str(info.value)
-    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*")) and not list(tmp_path.iterdir())
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
+    assert not list(tmp_path.iterdir())
 
 
 # --- Bad input ---

@@ -175,8 +175,9 @@ class Plan:
         """What `to_dict` gave."""
         version = data.get("version") if isinstance(data, dict) else None
         if version != _VERSION or isinstance(version, bool):
-            is_without = isinstance(data, dict) and "version" not in data
-            got = "a dict without one" if is_without else _errors.describe_value(version if version is not None else data)
+            got = _errors.describe_value(version if isinstance(data, dict) else data)
+            if isinstance(data, dict) and "version" not in data:
+                got = "a dict without one"
             raise ValueError(f"a plan of version {_VERSION} is expected, got {got}")
         try:
             made = read(cls, {name: value for name, value in data.items() if name != "version"})
