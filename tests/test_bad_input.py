@@ -90,6 +90,11 @@ def test_the_arguments_are_not_called_by_mistake():
         recollect.checkpoint(leaf(3), torch.sin)
 
 
+def test_an_empty_dict_of_names():
+    with pytest.raises(TypeError, match=r"by_name takes a dict with at least one pattern and decision, got dict \{\}"):
+        recollect.by_name({})
+
+
 # --- Functions that do their work later ---
 
 

@@ -17,6 +17,7 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
+import recollect
 from recollect import _check, _cli_tables, _cli_terminal, _doctor, _run, _torch, cli
 from recollect.explain import explain
 from recollect.plan import Plan, Step
@@ -251,6 +252,12 @@ def test_explain_as_json_has_all(place):
     data = document("explain", "toys:build", "--top", "1")
     assert len(data["rows"]) > 10
     assert data["totals"]["recomputed"] > 0
+
+
+def test_explain_says_why_there_is_nothing(place):
+    said = call("explain", "toys:is_frozen").stdout
+    assert "autograd saves nothing in it, because nothing in it needs grad" in said
+    assert "shape" not in said, "no table without rows"
 
 
 def test_numbers_that_do_not_differ_are_shown(place):
@@ -503,6 +510,8 @@ def test_help_says_what_exit_codes_mean(command):
 def test_help():
     done = call("--help")
     assert all(name in done.stdout for name in (*_run.COMMANDS, "run", "Exit codes"))
+    assert "--version" in done.stdout
+    assert call("--version").stdout == f"recollect {recollect.__version__}\n"
     assert call(code=2).stdout.strip() == done.stdout.strip()
 
 

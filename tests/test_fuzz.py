@@ -5,7 +5,7 @@ plainly and with regions, and looks at these properties:
 
 - Every value and gradient is the same; or both refuse, for the same reason. Where plain autograd refuses because a
   saved tensor was changed in place, a region may know better: then its gradients are those of the tensors as they were
-  saved. A region may also refuse where the README says so, and only there.
+  saved. A region may also refuse where docs/limits.md says so, and only there.
 - The random numbers drawn are the same: the generator stands where it stands in the plain run, after the forward and
   after each pass.
 - What is to happen once happens once, and state outside of the program's functions ends up as after one run of them.
@@ -955,7 +955,7 @@ def kinds_in(runs):
 
 
 def limits_of(program):
-    """The refusals that the README announces for what is in the program."""
+    """The refusals that docs/limits.md announces for what is in the program."""
     inside = list(statements_in(program.body))
     kinds = {type(statement) for statement in inside}
     policies = [part for statement in inside if isinstance(statement, Region) for part in statement.policy]

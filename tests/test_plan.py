@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import gc
 import json
+import re
 import warnings
 
 import pytest
@@ -465,6 +466,30 @@ def test_a_damaged_file_is_refused(tmp_path, text):
     file.write_text(text)
     with pytest.raises(ValueError, match=r"plan\.json cannot be used as a plan"):
         Plan.load(file)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [({}, "got a dict without one"), ([], "got list []"), (None, "got NoneType None"), ({"version": 9}, "got int 9")],
+)
+def test_what_is_no_plan_is_named(data, says):
+    with pytest.raises(ValueError, match=re.escape(f"a plan of version 1 is expected, {says}")):
+        Plan.from_dict(data)
+
+
+def test_paths_of_plans(tmp_path):
+    *_, plan = plan_of("gpt", budget="70%")
+    for wrong in (0, 3, None, True):  # open() would take a number for an open file, and 0 for the keyboard
+        with pytest.raises(TypeError, match=r"path must be a path, got \w+ "):
+            Plan.load(wrong)
+        with pytest.raises(TypeError, match=r"path must be a path, got \w+ "):
+            plan.save(wrong)
+    for path, kind in ((tmp_path, IsADirectoryError), (tmp_path / "nowhere" / "plan.json", FileNotFoundError)):
+        with pytest.raises(kind, match=re.escape(repr(str(path)))) as info:
+            plan.save(path)
+        assert ".tmp" not in str(info.value)
+    assert not list(tmp_path.parent.glob(f"{tmp_path.name}.*"))
+    assert not list(tmp_path.iterdir())
 
 
 # --- Bad input ---

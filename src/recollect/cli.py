@@ -15,7 +15,7 @@ import torch
 import typer
 from typer.core import TyperGroup
 
-from recollect import _check, _cli_tables, _demo, _doctor, _run, fit
+from recollect import __version__, _check, _cli_tables, _demo, _doctor, _run, fit
 from recollect._cli_target import Failure, Target, load
 from recollect._cli_terminal import BAD, FAILED, INTERRUPTED, Output, console, output, say
 from recollect._meters import gpu_of
@@ -86,6 +86,21 @@ WithTraceback = Annotated[bool, typer.Option("--traceback", help="Show the trace
 def main(arguments: list[str]) -> None:
     """The commands, but for `run`."""
     app(arguments, prog_name="recollect")
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"recollect {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
 
 
 # --- Commands ---
@@ -174,6 +189,9 @@ def explain(
             return
         called = f"a call of {type(one.model).__name__}" if one.step is None else found.function
         out.show(f"What autograd saves in {called}")
+        if not found.rows:
+            out.show(*found.notes)
+            return
         out.show(_cli_tables.saved(found, top, os.path.join(os.getcwd(), "")))
         left = len(_cli_tables.groups(found)) - top
         activations, inputs = found.totals["recomputed"], found.totals["input"]

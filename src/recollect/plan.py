@@ -175,7 +175,10 @@ class Plan:
         """What `to_dict` gave."""
         version = data.get("version") if isinstance(data, dict) else None
         if version != _VERSION or isinstance(version, bool):
-            raise ValueError(f"a plan of version {_VERSION} is expected, got {_errors.describe_value(version)}")
+            got = _errors.describe_value(version if isinstance(data, dict) else data)
+            if isinstance(data, dict) and "version" not in data:
+                got = "a dict without one"
+            raise ValueError(f"a plan of version {_VERSION} is expected, got {got}")
         try:
             made = read(cls, {name: value for name, value in data.items() if name != "version"})
         except ValueError as error:
@@ -185,21 +188,24 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, as JSON."""
+        target = _path(path)
         text = json.dumps(self.to_dict(), indent=1)
-        temporary = f"{os.fsdecode(path)}.{os.getpid()}.tmp"
+        temporary = f"{target}.{os.getpid()}.tmp"
         try:
             with open(temporary, "w", encoding="utf-8") as file:  # a reader sees the old plan or the new one
                 file.write(text)
-            os.replace(temporary, path)
-        except BaseException:
+            os.replace(temporary, target)
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 os.remove(temporary)
+            if isinstance(error, OSError):
+                raise type(error)(error.errno, error.strerror, target) from None  # not the name that nobody gave
             raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read what `save` wrote."""
-        with open(path, "rb") as file:
+        with open(_path(path), "rb") as file:
             content = file.read()
         try:
             return cls.from_dict(json.loads(content))
@@ -266,6 +272,13 @@ class Plan:
 
 
 HEADINGS = ("modules", "decision", "held", "of", "time added")
+
+
+def _path(path: Any) -> str:
+    """A path as a string. `open` would take a number as well, for a file that somebody else has open."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"path must be a path, got {_errors.describe_value(path)}")
+    return os.fsdecode(path)
 
 
 def shapes_of(model: Module) -> dict[str, tuple[int, ...]]:

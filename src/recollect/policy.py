@@ -498,7 +498,9 @@ def by_name(decisions: Mapping[str, Decision]) -> Policy:
         >>> recollect.checkpoint(block, x, policy=policy).sum().backward()  # sin runs once
     """
     if not isinstance(decisions, Mapping) or not decisions:
-        raise TypeError(f"by_name takes a dict of patterns and decisions, got {_errors.describe_value(decisions)}")
+        raise TypeError(
+            f"by_name takes a dict with at least one pattern and decision, got {_errors.describe_value(decisions)}"
+        )
     for pattern, decision in decisions.items():
         if not isinstance(pattern, str) or not pattern:
             raise TypeError(f"by_name takes strings as patterns, got {_errors.describe_value(pattern)}")

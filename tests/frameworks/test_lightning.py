@@ -336,6 +336,7 @@ def test_an_interrupt_leaves_a_plain_module():
     ("decisions", "options", "error", "message"),
     [
         (3, {}, TypeError, "decisions must be what recollect.apply takes"),
+        ({}, {}, ValueError, "decisions must hold at least one pattern, got an empty dict"),
         (LAYERS, {"within": nn.Linear(2, 2)}, TypeError, "within must be the name of a module"),
         (LAYERS, {"determinism_check": "all"}, ValueError, "determinism_check"),
     ],

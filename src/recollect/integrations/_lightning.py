@@ -73,6 +73,8 @@ class DecidesInFit:
                 "decisions must be what recollect.apply takes, or a plan with a method apply(model), got "
                 f"{_errors.describe_value(decisions)}"
             )
+        if isinstance(decisions, Mapping) and not decisions:
+            raise ValueError("decisions must hold at least one pattern, got an empty dict")
         if not isinstance(within, str):
             raise TypeError(f"within must be the name of a module, got {_errors.describe_value(within)}")
         checked_options(determinism_check, debug, early_stop, preserve_rng_state, None, None)
