@@ -298,15 +298,26 @@ class Autocast:
         return [is_autocast_cache_enabled(), *(one for pair in each for one in pair)]
 
     def restore(self) -> Undo | None:
-        if self._now() == self._seen:
+        now = self._now()
+        if now == self._seen:
             return None
-        cache, *each = self._seen
-        return _enter(
-            [
-                torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=cache)
-                for kind, enabled, dtype in zip(self._types, each[::2], each[1::2], strict=True)
-            ]
-        )
+        # What `torch.autocast` does, for less: under mixed precision it is on in forwards and off in backward.
+        self._put(self._seen)
+        torch.autocast_increment_nesting()
+
+        def undo() -> None:
+            if torch.autocast_decrement_nesting() == 0:
+                torch.clear_autocast_cache()
+            self._put(now)
+
+        return undo
+
+    def _put(self, state: Sequence[Any]) -> None:
+        cache, *each = state
+        torch.set_autocast_cache_enabled(cache)
+        for kind, enabled, dtype in zip(self._types, each[::2], each[1::2], strict=True):
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
 
 
 def _enter(contexts: Sequence[Any]) -> Undo:

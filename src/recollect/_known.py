@@ -96,8 +96,10 @@ class Known:
 
         That is looked up only if they are others than in the call before: it takes a while.
         """
+        if self._is_large:
+            return putting or in_functional_call()
         identities = identities_of_own_tensors(modules)
-        if identities != self._identities or self._is_large:
+        if identities != self._identities:
             self._identities = identities
             self._is_swapped = putting or in_functional_call()
         return self._is_swapped
