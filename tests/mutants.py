@@ -770,9 +770,24 @@ FAULTS = (
     fault(
         "autocast is not restored",
         "_ambient.py",
-        "        if self._now() == self._seen:\n",
-        "        if True:\n",
+        "        self._put(self._seen)\n",
+        "",
         "test_ambient.py",
+    ),
+    fault(
+        "autocast is not put back after the replay",
+        "_ambient.py",
+        "            self._put(now)\n",
+        "            pass\n",
+        "test_ambient.py",
+    ),
+    fault(
+        "casts that a replay cached outlive it",
+        "_ambient.py",
+        "                torch.clear_autocast_cache()\n",
+        "                pass\n",
+        "test_ambient.py",
+        "test_memory.py",
     ),
     fault(
         "the kernels that may be chosen are not restored",

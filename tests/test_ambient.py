@@ -221,6 +221,24 @@ def test_dtype_and_cache_flag_are_restored_though_autocast_was_off(reentrant):
     assert seen == [(torch.float16, False)] * 2
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_replay_casts_is_not_found_by_the_next_forward(reentrant):
+    """Casts of weights are cached as long as autocast is on: the next step has other weights."""
+
+    def train(run):
+        weight, x = leaf(4, 4, seed=1), leaf(3, 4)
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = run(lambda x: torch.mm(x, weight).exp(), x)
+            y.float().sum().backward()
+            with torch.no_grad():
+                weight.sub_(weight.grad)
+        return weight.detach()
+
+    trained = train(lambda function, x: dropin.checkpoint(function, x, use_reentrant=reentrant))
+    assert torch.equal(trained, train(lambda function, x: function(x)))
+
+
 def test_autocast_around_a_replay_that_raises_is_put_back():
     calls = []
 
