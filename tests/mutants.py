@@ -787,7 +787,6 @@ FAULTS = (
         "                torch.clear_autocast_cache()\n",
         "                pass\n",
         "test_ambient.py",
-        "test_memory.py",
     ),
     fault(
         "the kernels that may be chosen are not restored",
