@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -368,6 +369,7 @@ HIDDEN = (
     *(_faults, _gathering, _kept, _meshes, _shards, _torch, _verification, _verify),
     *(caching, calls, frame, groups, inside, kept_region, reentrant, replay, scope, selective),
     *(chosen, courses, disk, files, flights, forms, links, media, pool, ranges, store),
+    *(part for name, part in sys.modules.items() if name.startswith("recollect._errors.")),
 )
 for _module in HIDDEN:
     never_begin_in(_module)

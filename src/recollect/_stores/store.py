@@ -38,7 +38,7 @@ from recollect._stores.courses import Course, Step
 from recollect._stores.flights import Flight, Flights
 from recollect._stores.forms import Form, takes_whole_storage, values_alone, whole_storage
 from recollect._stores.links import Link, Moment, link_of
-from recollect._stores.media import Awaited, Held, Incoming, Medium
+from recollect._stores.media import Awaited, Held, Incoming, Journey, Medium
 from recollect._stores.statistics import Counts
 from recollect._torch import (
     StorageReference,
@@ -179,7 +179,7 @@ class Store:
             self._bury()
             if self._step is None or not self._alive or self._step.is_full():
                 self._begin_step(link)
-            elif self._ended is not None:
+            elif self._ended is not None and self._ended.course is None:
                 self._learn()
             key = _key(tensor)
             copy, is_whole = self._find(key), True
@@ -280,7 +280,7 @@ class Store:
 
     def _ask(self, copy: Copy) -> tuple[Tensor | None, Any]:
         """What there is on the device of a copy, or is on its way there; what is needed next is sent for too."""
-        source, incoming, moment = copy.source, copy.incoming, copy.link.now()
+        source, incoming, is_first = copy.source, copy.incoming, not copy.taken
         if copy.is_changed():
             self._changes = True
             copy.step.note_change(copy.place)
@@ -292,15 +292,13 @@ class Store:
             incoming.abandon()
             incoming = None
         is_there = source is not None or incoming is not None
-        if not copy.taken:
+        if is_first:
             self.counts.prefetch_hits += is_there
             self.counts.prefetch_misses += not is_there
-        if source is None:
-            if incoming is None:
-                incoming = copy.incoming = self._fetch(copy)
-            self._note_waits(moment, [incoming.journey])
-        journey = incoming.journey if source is None and incoming is not None else None
-        copy.step.note_asking(copy.place, moment, journey)
+        if not is_there:
+            incoming = copy.incoming = self._fetch(copy)
+        if is_first or not is_there:  # who comes later for the same need not wait
+            self._note_asking(copy, incoming.journey if source is None and incoming is not None else None)
         copy.taken += 1
         if copy.taken >= copy.tickets:
             self._let_go(copy)
@@ -308,7 +306,16 @@ class Store:
         self._fetch_what_follows(copy.step, copy.place)
         return source, incoming
 
+    def _note_asking(self, copy: Copy, journey: Journey | None) -> None:
+        moment = copy.link.now()
+        if journey is not None:
+            self._note_waits(moment, [journey])
+        copy.step.note_asking(copy.place, moment, journey)
+
     def _fetch_what_follows(self, step: Step, place: int) -> None:
+        # Here and not in the forward, where the device may have nothing else to do meanwhile.
+        if self._ended is not None:
+            self._learn()
         if self._link is not None:
             course = step.course if step is self._step else None  # all flights are of the step that goes on
             gone = -1 if course is None else course.gone_when_asked_for(place)
@@ -427,7 +434,8 @@ class Store:
         }
         self._storages = []
         self._flights.land_all()
-        self._learn()
+        if self._ended is not None and self._ended.course is None:  # a new course is of use to this step already
+            self._learn()
         self._step = Step(link.now(), self._courses)
 
     def _learn(self) -> None:
