@@ -2,9 +2,9 @@
 
 A Llama-style model of 16 layers, width 2048, MLP 8192, 32 heads and 8 of keys and values, a batch of 4 x 4096 tokens,
 bfloat16; the loss is over hidden states, so that the layers are what is measured. It runs plain, with full
-checkpointing, with `Recompute(inputs=Offload())` for every layer, with as much of the first layers offloaded as the
-link carries meanwhile (and plain, with as many bytes copied beside it by hand), with everything offloaded, and under
-PyTorch's own `save_on_cpu`. On a CPU a tiny model only shows that it runs.
+checkpointing, with `Recompute(inputs=Offload())` for every layer, with some of the first layers offloaded, about as
+much as the link carries meanwhile (and plain, with as many bytes copied beside it by hand), with everything offloaded,
+and under PyTorch's own `save_on_cpu`. On a CPU a tiny model only shows that it runs.
 
 All models have the same weights. Contestants run interleaved in one process, in a new random order every round; a visit
 is one step that does not count and two that do. Ratios are taken within a round, and their median over the rounds
@@ -15,7 +15,7 @@ in any order otherwise).
 Beside it stands the physical limit: what the link carries in each direction, alone, in both at once and while the GPU
 computes, and the time that it needs for the bytes of "everything".
 
-    python benchmarks/offload.py [--rounds 10] [--window-layers 3] [--quick] [--json offload.json]
+    python benchmarks/offload.py [--rounds 10] [--quick] [--json offload.json]
 """
 
 from __future__ import annotations
@@ -185,7 +185,15 @@ class Contestant:
     every: int = 1  # takes part in one of so many rounds
 
 
-def contestants(model: Model, x: Tensor, window: int, in_flight: int) -> dict[str, Contestant]:
+# What the link is given to carry beside a plain step: the first layers, and how many of them that is.
+WINDOWS: dict[str, tuple[tuple[str, ...], float]] = {
+    "2 layers offloaded": (("layers.0", "layers.1"), 2.0),
+    "2 layers and an MLP offloaded": (("layers.0", "layers.1", "layers.2.mlp"), 2.62),
+    "3 layers offloaded": (("layers.0", "layers.1", "layers.2"), 3.0),
+}
+
+
+def contestants(model: Model, x: Tensor, in_flight: int) -> dict[str, Contestant]:
     def decided(decisions: dict[str | type[nn.Module], Any]) -> Callable[[], Tensor]:
         own = twin(model)
         recollect.apply(own, decisions)
@@ -202,7 +210,12 @@ def contestants(model: Model, x: Tensor, window: int, in_flight: int) -> dict[st
         return forward
 
     of_the_window = recollect.Offload(in_flight=in_flight, ahead=in_flight)
-    bytes_of_the_window = saved_bytes(model, x) // len(model.layers) * window
+    bytes_of_a_layer = saved_bytes(model, x) // len(model.layers)
+    windows: dict[str, Contestant] = {}
+    for name, (parts, layers) in WINDOWS.items():
+        beside = beside_copies(twin(model), x, int(bytes_of_a_layer * layers))
+        windows[f"plain, as many bytes copied as with {name}"] = Contestant(beside, PLAIN)
+        windows[name] = Contestant(decided(dict.fromkeys(parts, of_the_window)), PLAIN, AIM_TIME)
     save_on_cpu = partial(torch.autograd.graph.save_on_cpu, pin_memory=ON_GPU)
     return {
         PLAIN: Contestant(partial(twin(model), x, directly)),
@@ -211,10 +224,7 @@ def contestants(model: Model, x: Tensor, window: int, in_flight: int) -> dict[st
         "full checkpoint, inputs offloaded": Contestant(
             decided({"layers.*": recollect.Recompute(inputs=recollect.Offload())}), FULL, AIM_TIME
         ),
-        "plain, as many bytes copied beside it": Contestant(beside_copies(twin(model), x, bytes_of_the_window), PLAIN),
-        f"first {window} layers offloaded": Contestant(
-            decided({f"layers.{number}": of_the_window for number in range(window)}), PLAIN, AIM_TIME
-        ),
+        **windows,
         EVERYTHING: Contestant(within(recollect.offload), PLAIN),
         "everything, stock save_on_cpu": Contestant(within(save_on_cpu), PLAIN, every=SLOW_EVERY),
     }
@@ -555,14 +565,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--quick", action="store_true", help="three rounds at most")
     parser.add_argument(
-        "--window-layers", type=int, default=3, help="how many of the first layers are offloaded (1.8 GB each)"
-    )
-    parser.add_argument(
         "--window-in-flight",
         type=float,
         metavar="GIB",
         default=6.0,
-        help="the bounds on what is in flight and ahead for them, in GiB",
+        help="the bounds on what is in flight and ahead for the first layers, in GiB",
     )
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only contestants with one of these in their names")
     parser.add_argument("--json", help="also write the numbers to this file")
@@ -589,8 +596,7 @@ def main() -> None:
 
     model = Model(sizes).to(DEVICE, dtype)
     x = torch.randn(sizes.batch, sizes.tokens, sizes.width, device=DEVICE, dtype=dtype, requires_grad=True)
-    window = min(options.window_layers, sizes.layers)
-    racing = chosen(contestants(model, x, window, in_flight), options.only)
+    racing = chosen(contestants(model, x, in_flight), options.only)
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     saved = saved_bytes(model, x)
     print(describe_machine())
