@@ -209,6 +209,23 @@ def test_an_empty_chain_is_refused():
         checkpoint_sequential([], 1, leaf(3), use_reentrant=False)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_index_beyond_the_length_is_never_asked_for(reentrant):
+    class Around(Indexed):
+        def __getitem__(self, index):
+            return self.functions[index % len(self)]
+
+    class Keyed(Indexed):
+        def __getitem__(self, index):
+            return dict(enumerate(self.functions))[index]
+
+    functions, x = [torch.sin, torch.exp, torch.tanh], leaf(3)
+    for container in (Keyed, Around):
+        assert torch.equal(
+            checkpoint_sequential(container(functions), 2, x, use_reentrant=reentrant), run_plainly(functions)(x)
+        )
+
+
 @pytest.mark.parametrize("wrong", [torch.sin, 3, None])
 def test_functions_that_cannot_be_indexed_are_refused(wrong):
     with pytest.raises(TypeError):

@@ -143,7 +143,10 @@ def run_chain(
         raise TypeError(
             f"functions must be an nn.Sequential or a sequence of callables, got {_errors.describe_value(functions)}"
         )
-    chain: list[Any] = list(functions)
+    if isinstance(functions, torch.nn.Sequential):
+        chain: list[Any] = list(functions)  # indexing it takes longer the further back
+    else:  # may have no more than a length and indexing
+        chain = [functions[position] for position in range(len(functions))]
     if not chain:
         raise ValueError("functions must hold at least one function, got none")
     for position, function in enumerate(chain):
