@@ -914,6 +914,10 @@ def bool_tanh(ctx, op, *args, **kwargs):
     return op is torch.ops.aten.tanh.default
 
 
+def tanh_or_nothing(ctx, op, *args, **kwargs):
+    return True if op is torch.ops.aten.tanh.default else None
+
+
 def offloaded_tanh(ctx, op, *args, **kwargs):
     return dropin.CheckpointPolicy.MUST_CPU_OFFLOAD if op is torch.ops.aten.tanh.default else False
 
@@ -922,6 +926,7 @@ CONTEXTS = {
     "ours": functools.partial(dropin.create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default]),
     "ours with a function": functools.partial(dropin.create_selective_checkpoint_contexts, only_tanh),
     "ours with bools": functools.partial(dropin.create_selective_checkpoint_contexts, bool_tanh),
+    "ours with nothing": functools.partial(dropin.create_selective_checkpoint_contexts, tanh_or_nothing),
     "torch's": functools.partial(stock.create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default]),
     "a function": lambda: dropin.create_selective_checkpoint_contexts(only_tanh, allow_cache_entry_mutation=True),
 }

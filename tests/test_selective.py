@@ -375,7 +375,21 @@ def test_a_higher_order_operator_may_be_in_the_list():
     create_selective_checkpoint_contexts([torch.ops.higher_order.cond, aten.sin.default])
 
 
-@pytest.mark.parametrize("wrong", [None, "save", 0, CheckpointPolicy])
+def test_a_policy_that_says_nothing_of_an_operator_has_it_recomputed(count_operators):
+    def policy(ctx, op, *args, **kwargs):
+        if op == aten.exp.default:
+            return CheckpointPolicy.MUST_SAVE
+        return None
+
+    x = leaf(3)
+    y = selective(policy)(lambda x: x.sin().exp().cos(), x)
+    with count_operators() as operators:
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    assert (operators.counts["sin"], operators.counts["exp"]) == (1 + 1, 0)  # the replay; once for the gradient of cos
+    assert torch.equal(grad, torch.autograd.grad(x.sin().exp().cos().sum(), x)[0])
+
+
+@pytest.mark.parametrize("wrong", ["save", 0, CheckpointPolicy])
 def test_an_answer_that_is_no_verdict_is_refused(wrong):
     with pytest.raises(TypeError, match="CheckpointPolicy"):
         selective(lambda ctx, op, *args, **kwargs: wrong)(chain, leaf(3))

@@ -241,8 +241,8 @@ def _drop_in_tag(asked: Callable[..., Any], ctx: Any, op: Any, *args: Any, **kwa
     """The tag for what a drop-in policy answers, with ours or torch's members or a bool."""
     with _no_type_error():
         answer = asked(ctx, op, *args, **kwargs)
-        if isinstance(answer, bool):
-            return answer
+        if answer is None or isinstance(answer, bool):
+            return bool(answer)
         caching.verdict(answer)  # or it says what a policy may answer
     return _tag(answer.name)
 

@@ -60,7 +60,7 @@ _VERDICTS: dict[str, Decision] = {
 
 def verdict(answer: Any) -> Decision:
     """A drop-in policy's answer as a decision. Torch's own enum has members of the same names."""
-    if isinstance(answer, bool):
+    if answer is None or isinstance(answer, bool):  # None: what a function gives that speaks of what it saves alone
         return _SAVE if answer else _RECOMPUTE
     if isinstance(answer, enum.Enum) and answer.name in _VERDICTS:
         return _VERDICTS[answer.name]
@@ -72,7 +72,7 @@ def verdict(answer: Any) -> Decision:
 
 # The verdicts on the usual answers, by identity: an enum is slow to give its name, or a hash.
 _THEIRS = [TAGS[name] for name in _VERDICTS if name in TAGS]  # versions differ in which there are
-_VERDICT_ON = {id(answer): verdict(answer) for answer in (True, False, *CheckpointPolicy, *_THEIRS)}
+_VERDICT_ON = {id(answer): verdict(answer) for answer in (True, False, None, *CheckpointPolicy, *_THEIRS)}
 
 
 _NONE: dict[str, Any] = {}
