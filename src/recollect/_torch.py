@@ -1050,6 +1050,16 @@ def put_versions(tensors: list[torch.Tensor], versions: list[int]) -> None:
     _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
+def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a change of one counts as a change of the other. Only a change tells: this one is taken back at once."""
+    version = one._version
+    put_versions([one], [version + 1])
+    try:
+        return other._version == version + 1
+    finally:
+        put_versions([one], [version])
+
+
 def can_be_recorded() -> bool:
     """Whether values may be looked at.
 
