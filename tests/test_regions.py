@@ -1320,6 +1320,16 @@ def test_the_paths_of_a_policy_of_a_parts_own_begin_inside_of_it(around):
     assert paths == ["gate"]
 
 
+def test_a_policy_of_a_parts_own_decides_in_what_is_recomputed_inside_of_what_it_keeps():
+    def block(x):
+        act = part("act", lambda x: part("gate", sin_cos)(x.sin()).exp())
+        mlp = part("mlp", lambda x: act(x.exp()).exp())
+        return part("layer", lambda x: mlp(x.sin()).exp())(x.sin()).exp()
+
+    within = by_name({"mlp": Save(), "mlp/act": Recompute(), "mlp/act/gate": Save()})
+    assert calls_of(block, by_name({"layer": Recompute(policy=within)})) == {"layer": 2, "mlp": 1, "act": 2, "gate": 1}
+
+
 def test_what_a_recomputed_region_saves_inside_a_saved_one_is_not_kept():
     def act(x):
         return x.sin().sin().sin().sin()

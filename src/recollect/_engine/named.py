@@ -202,10 +202,13 @@ def _call_inside(
     if options is not None:
         return run_region(function, args, kwargs, options)
     inherited = scope.frame.options
-    if decision.policy is None:
-        return run_region(function, args, kwargs, inherited, path=mark.path)
-    # Paths are its own from here on, as where such a part is inside of nothing that is kept: see `_call_refined`.
-    return run_region(function, args, kwargs, dataclasses.replace(inherited, policy=decision.policy))
+    policy, path = scope.policy, mark.path
+    if decision.policy is not None:
+        # Paths are its own from here on, as where such a part is inside of nothing that is kept: see `_call_refined`.
+        policy, path = decision.policy, ""
+    if policy is not inherited.policy:
+        inherited = dataclasses.replace(inherited, policy=policy)
+    return run_region(function, args, kwargs, inherited, path=path)
 
 
 def _call_refined(
