@@ -1644,6 +1644,21 @@ def test_a_backward_that_failed_and_one_that_does_not():
     assert Counted.calls == {"attn": 1}
 
 
+@pytest.mark.parametrize("keep", [Save(), Offload("disk", min_bytes=0)])
+def test_a_kept_region_in_vmap_is_run_again(keep):
+    def block(x):
+        inner = part("attn", lambda row: {"sin": row.sin(), "exp": row.exp()})
+        return torch.vmap(lambda row: inner(row.cos())["sin"] * inner(row)["exp"])(x).exp()
+
+    x = leaf(3, 4)
+    expected = grad_of(block(x), x)
+    Counted.calls.clear()
+    for _ in range(2):
+        y = remat(block, policy=by_name({"attn": keep}))(x)
+        assert_equal([grad_of(y, x, retain_graph=True), grad_of(y, x)], [expected] * 2)
+    assert Counted.calls == {"attn": 12}
+
+
 def test_batched_gradients_and_anomaly_mode():
     x, directions = leaf(3), torch.eye(3)
     rematted = remat(block_with_attn, policy=saving("attn"))

@@ -710,6 +710,13 @@ def in_dual_level() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def in_transform() -> bool:
+    """Whether tensors are more than they can be kept as: with tangents in forward-mode AD, with another dimension in
+    `vmap`, outside of which they are of no use.
+    """
+    return in_dual_level() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def function_nodes(tensors: Iterable[torch.Tensor]) -> dict[int, str]:
     """The autograd Functions in the graph of `tensors`, by autograd's number: `Scale.apply`."""
     found: dict[int, str] = {}
