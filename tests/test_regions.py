@@ -1659,6 +1659,19 @@ def test_a_kept_region_in_vmap_is_run_again(keep):
     assert Counted.calls == {"attn": 12}
 
 
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_what_is_recomputed_inside_of_a_kept_region_is_kept_in_transforms(transform):
+    def block(x):
+        if transform == "vmap":
+            return torch.vmap(inner)(x).exp()
+        return torch.func.jvp(inner, (x,), (x.cos(),))[1].exp()
+
+    inner = part("attn", lambda x: part("act", sin_cos)(x.sin()).exp())
+    x = leaf(3, 4)
+    y = remat(block, policy=by_name({"attn": Save(), "attn/act": Recompute()}))(x)
+    assert_equal(grad_of(y, x), grad_of(block(x), x))
+
+
 def test_batched_gradients_and_anomaly_mode():
     x, directions = leaf(3), torch.eye(3)
     rematted = remat(block_with_attn, policy=saving("attn"))
