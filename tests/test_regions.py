@@ -312,6 +312,15 @@ def test_patterns_match_whole_paths(pattern, kept):
     assert Counted.calls == {name: 1 if name in kept else 2 for name in ("mlp", "act")}
 
 
+def test_a_name_with_brackets_matches_itself():
+    def block(x):
+        for index in range(3):
+            x = part(f"layers[{index}]", sin_cos)(x.exp()).exp()
+        return x
+
+    assert calls_of(block, saving("layers[1]")) == {"layers[0]": 2, "layers[1]": 1, "layers[2]": 2}
+
+
 def test_decisions_are_values():
     assert Save() == Save()
     assert Recompute() == Recompute()
