@@ -942,6 +942,7 @@ _UNSAID_VIEWS = frozenset(
 )
 SHARES_UNSAID = _UNSAID_VIEWS | frozenset(find_operators(("_c10d_functional.wait_tensor",)))
 CAST = torch.ops.aten._to_copy.default
+DETACH = torch.ops.aten.detach.default
 
 
 # --- Work of our own in the middle of a user's computation ---

@@ -257,9 +257,11 @@ class Store:
         self._note_landed(link, moment, landed)
 
     def hold_back(self, ticket: Ticket) -> None:
-        """The tensor of a ticket is about to be changed in place: let that wait for the copy."""
+        """The tensor of a ticket is about to be changed in place, seen or unseen: let that wait for the copy."""
         copy, link = ticket.copy, ticket.copy.link
         with self._lock:
+            if copy.source is not None:  # it will not stay as it was
+                self._let_go(copy)
             moment = link.now()
             link.hold_back(copy.held.left, link.current_stream())  # which need not be the one that it was copied on
             self._note_landed(link, moment, self._flights.land_one(copy))
