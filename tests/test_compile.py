@@ -369,7 +369,7 @@ def kept(*names):
 
 
 SAVE, RECOMPUTE = recollect.Save(), recollect.Recompute()
-TANH = recollect.save_ops(torch.ops.aten.tanh)
+TANH, GELU = recollect.save_ops(torch.ops.aten.tanh), recollect.save_ops(torch.ops.aten.gelu)
 POLICIES = {
     "an operator": (TANH, kept("tanh")),
     "two operators": (TANH | recollect.save_ops(torch.ops.aten.gelu.default), kept("tanh", "gelu")),
@@ -389,6 +389,18 @@ POLICIES = {
     "an operator in a name that is kept": (
         recollect.by_name({"attn": SAVE}) | (lambda what, ctx: RECOMPUTE),
         kept("_softmax", "sigmoid"),
+    ),
+    "an operator in a name with a policy of its own, which alone decides there": (
+        recollect.by_name({"mlp": recollect.Recompute(policy=GELU)}) | recollect.save_ops(torch.ops.aten.silu),
+        kept("gelu"),
+    ),
+    "a name in a name with a policy of its own": (
+        recollect.by_name({"mlp": recollect.Recompute(policy=recollect.by_name({"act": SAVE}))}),
+        kept("gelu"),
+    ),
+    "a policy of its own in what is kept": (
+        recollect.by_name({"mlp": SAVE, "mlp/act": recollect.Recompute(policy=GELU)}),
+        kept("gelu", "silu"),
     ),
     "the first decision": ((lambda what, ctx: RECOMPUTE if what is torch.ops.aten.tanh.default else None) | TANH, ALL),
     "a function": (

@@ -20,6 +20,7 @@ import time
 import pytest
 import torch
 
+import recollect
 from recollect import CheckpointError
 from recollect._stores import files
 from recollect._stores.disk import DiskMedium, _OnDisk
@@ -975,6 +976,27 @@ def test_a_change_after_the_host_has_copied_is_no_concern_of_the_copy(store):
             tensor.mul_(2)
         assert torch.equal(store.get(ticket), before)
         del ticket
+
+
+def test_parts_of_one_memory_that_count_their_changes_apart_are_copied_apart(store):
+    whole = torch.randn(3, 100)
+    parts = torch.unsafe_chunk(whole, 3)
+    tickets = [store.put(part.mul_(2)) for part in parts]
+    for ticket, part in zip(tickets, parts, strict=True):
+        assert torch.equal(store.get(ticket), part)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.GRU, torch.nn.LSTM, torch.nn.RNN])
+def test_recurrent_networks(kind, tmp_path):
+    """They change parts of one memory in place, each with a version counter of its own."""
+    network, x = kind(4, 4, num_layers=2), torch.randn(3, 2, 4)
+    network(x)[0].sin().sum().backward()
+    expected = [parameter.grad for parameter in network.parameters()]
+    network.zero_grad()
+    with recollect.offload(to="disk", directory=tmp_path, min_bytes=0):
+        loss = network(x)[0].sin().sum()
+    loss.backward()
+    assert all(map(torch.equal, [parameter.grad for parameter in network.parameters()], expected))
 
 
 def test_what_fails_ahead_of_its_use_fails_for_who_asks_for_it(store, monkeypatch):

@@ -439,6 +439,15 @@ def test_a_region_around_decides_about_what_an_inner_one_keeps():
     assert operators_of(found, "recomputed").count("aten.exp.default") == 2
 
 
+def test_what_a_region_around_keeps_of_a_kept_region_inside_is_nothing_that_autograd_saves():
+    def function(x):
+        part = recollect.region("part", lambda x: (x * 2).exp())
+        return recollect.checkpoint(part, x, policy=by_name({"part": Save()})) + 1
+
+    found = explain(function, leaf(8), policy=recollect.save_ops(aten.mul))
+    assert (found.totals["kept"], found.saves) == (32, 0)
+
+
 def test_a_reentrant_checkpoint_inside():
     found = explain(lambda x: recollect.checkpoint(chain, x.sin(), use_reentrant=True), leaf(8))
     assert operators_of(found, "recomputed") == ["CheckpointFunction.apply"]

@@ -923,6 +923,49 @@ def test_a_change_after_the_region_through_memory_that_is_shared_unsaid_is_never
     assert_equal(grad_of(call(x, w), x, w), expected)
 
 
+FACTORIES = {
+    aten.rand: lambda x: torch.rand(3, 3),
+    aten.ones: lambda x: torch.ones(3, 3),
+    aten.arange: lambda x: torch.arange(3.0),
+    aten.zeros_like: lambda x: torch.zeros_like(x),
+    aten.normal: lambda x: torch.normal(0.0, 1.0, (3, 3)),
+}
+
+
+@pytest.mark.parametrize("op", FACTORIES, ids=str)
+def test_a_change_after_the_region_of_what_was_made_from_nothing_is_an_error(op):
+    """Torch gives such tensors a version counter of their own when the mode has seen them."""
+
+    def function(x, w):
+        made = FACTORIES[op](x)
+        return made, made[:1].detach(), made.unsqueeze_(0), (x.sin() * made).exp()
+
+    for place in range(3):
+        x, w = matrices()
+        for policy in (save_ops(op), lambda what, ctx: Save()):
+            y = region(function, policy)(x, w)
+            y[place].add_(1)
+            with pytest.raises(CheckpointError, match="has been mutated after the region's forward"):
+                grad_of(y[-1], x)
+        y = region(function, save_ops(op))(x, w)
+        expected = grad_of((x.sin() * y[0].clone()).exp(), x)
+        assert_equal([grad_of(y[-1], x, retain_graph=True), grad_of(y[-1], x)], [expected] * 2)
+
+
+def test_what_was_made_from_nothing_and_changed_in_the_region_is_offloaded_as_it_was_then():
+    def function(x, w):
+        buffer = torch.zeros(3, 3)
+        y = x.exp() * (buffer.sum() + 1)
+        buffer.add_(1)
+        return y.sin() * buffer.sum() + (y * buffer)
+
+    x, w = matrices()
+    expected = grad_of(function(x, w), x)
+    call = region(function, lambda what, ctx: Offload("disk", min_bytes=0))
+    for _ in range(4):  # what stays on the device is learnt from the step before
+        assert_equal(grad_of(call(x, w), x), expected)
+
+
 @pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.RNNCell])
 def test_recurrent_cells_are_never_silently_wrong(cell):
     """They change their products in place, through parts that share memory unsaid."""

@@ -312,6 +312,15 @@ def test_patterns_match_whole_paths(pattern, kept):
     assert Counted.calls == {name: 1 if name in kept else 2 for name in ("mlp", "act")}
 
 
+def test_a_name_with_brackets_matches_itself():
+    def block(x):
+        for index in range(3):
+            x = part(f"layers[{index}]", sin_cos)(x.exp()).exp()
+        return x
+
+    assert calls_of(block, saving("layers[1]")) == {"layers[0]": 2, "layers[1]": 1, "layers[2]": 2}
+
+
 def test_decisions_are_values():
     assert Save() == Save()
     assert Recompute() == Recompute()
@@ -1320,6 +1329,16 @@ def test_the_paths_of_a_policy_of_a_parts_own_begin_inside_of_it(around):
     assert paths == ["gate"]
 
 
+def test_a_policy_of_a_parts_own_decides_in_what_is_recomputed_inside_of_what_it_keeps():
+    def block(x):
+        act = part("act", lambda x: part("gate", sin_cos)(x.sin()).exp())
+        mlp = part("mlp", lambda x: act(x.exp()).exp())
+        return part("layer", lambda x: mlp(x.sin()).exp())(x.sin()).exp()
+
+    within = by_name({"mlp": Save(), "mlp/act": Recompute(), "mlp/act/gate": Save()})
+    assert calls_of(block, by_name({"layer": Recompute(policy=within)})) == {"layer": 2, "mlp": 1, "act": 2, "gate": 1}
+
+
 def test_what_a_recomputed_region_saves_inside_a_saved_one_is_not_kept():
     def act(x):
         return x.sin().sin().sin().sin()
@@ -1632,6 +1651,34 @@ def test_a_backward_that_failed_and_one_that_does_not():
     fails.clear()
     assert torch.equal(grad_of(y, x)[0], expected)
     assert Counted.calls == {"attn": 1}
+
+
+@pytest.mark.parametrize("keep", [Save(), Offload("disk", min_bytes=0)])
+def test_a_kept_region_in_vmap_is_run_again(keep):
+    def block(x):
+        inner = part("attn", lambda row: {"sin": row.sin(), "exp": row.exp()})
+        return torch.vmap(lambda row: inner(row.cos())["sin"] * inner(row)["exp"])(x).exp()
+
+    x = leaf(3, 4)
+    expected = grad_of(block(x), x)
+    Counted.calls.clear()
+    for _ in range(2):
+        y = remat(block, policy=by_name({"attn": keep}))(x)
+        assert_equal([grad_of(y, x, retain_graph=True), grad_of(y, x)], [expected] * 2)
+    assert Counted.calls == {"attn": 12}
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jvp"])
+def test_what_is_recomputed_inside_of_a_kept_region_is_kept_in_transforms(transform):
+    def block(x):
+        if transform == "vmap":
+            return torch.vmap(inner)(x).exp()
+        return torch.func.jvp(inner, (x,), (x.cos(),))[1].exp()
+
+    inner = part("attn", lambda x: part("act", sin_cos)(x.sin()).exp())
+    x = leaf(3, 4)
+    y = remat(block, policy=by_name({"attn": Save(), "attn/act": Recompute()}))(x)
+    assert_equal(grad_of(y, x), grad_of(block(x), x))
 
 
 def test_batched_gradients_and_anomaly_mode():

@@ -634,6 +634,18 @@ def test_a_kept_output_changed_after_the_region_is_an_error_that_says_so():
     assert "mul_" not in str(info.value)
 
 
+def test_a_kept_output_that_was_made_from_nothing_and_changed_after_the_region_is_an_error():
+    def function(x):
+        noise = torch.rand(4, 4)
+        return noise, (x.sin() * noise).exp()
+
+    x = leaf(4, 4)
+    noise, y = selective([aten.rand.default])(function, x)
+    noise.add_(1)
+    with pytest.raises(RuntimeError, match=MUTATED):
+        y.sum().backward()
+
+
 def test_allow_cache_entry_mutation_takes_the_changed_value():
     x = leaf(3)
     call = selective([aten.sin.default], allow_cache_entry_mutation=True, determinism_check="default")

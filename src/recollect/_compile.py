@@ -199,14 +199,14 @@ def _contexts(
         _say(what)
     checked = None if policy is None else as_policy(policy)
     if context_fn is None:
-        return _stock_contexts(_Tags(checked, region))
+        return _stock_contexts(_Tags(checked, _number(region)))
     forward, again = _two_modes(context_fn)
     if checked is None:
         return forward, again
     asked = getattr(forward, "policy_fn", None)
     if asked is None:
         raise _errors.policy_and_contexts(forward)
-    return _stock_contexts(_Tags(checked, region, otherwise=asked))
+    return _stock_contexts(_Tags(checked, _number(region), otherwise=asked))
 
 
 def _pinning_contexts() -> tuple[Any, Any]:
@@ -273,13 +273,21 @@ class _Tags:
 
     Where both a named region and an operator in it are decided, what is kept is kept: as in the eager engine, a named
     region that is to be recomputed is an ordinary part of the function. In a region inside of this one, that has
-    the word.
+    the word, and in a part that is recomputed with a policy of its own, that policy.
     """
 
-    def __init__(self, policy: Policy | None, region: str, otherwise: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy | None,
+        number: int,
+        otherwise: Callable[..., Any] | None = None,
+        around: Decision | None = None,
+    ) -> None:
         self._policy = policy
-        self._region = _number(region)
+        self._number = number  # of the mark where it begins
         self._otherwise = otherwise  # a drop-in policy, for what `policy` leaves open
+        self._around = around  # what is decided about all of it
+        self._parts: dict[int, _Tags] = {}  # with policies of their own, by number
         self._named: dict[int, Decision | None] = {}  # by number: each call of a named region is asked about once
         self._answers: dict[Any, list[Any]] = {}  # in order: torch 2.11 asks again in the replay
         self._calls: dict[Any, int] = {}  # how often the policy was asked about each operator
@@ -300,10 +308,12 @@ class _Tags:
         if _PINNED in marks:
             return _save_unless_free(op)
         inside = {_number(mark): what for mark, what in marks.items() if mark.startswith(_MARK)}
-        inside = {number: inside[number] for number in sorted(inside) if number > self._region}
+        inside = {number: inside[number] for number in sorted(inside) if number > self._number}
         if _REGION in inside.values():
             return meta.get("recompute") or TAGS["PREFER_RECOMPUTE"]
-        around, path = self._around(inside)
+        around, path, part = self._find(inside)
+        if part is not None:
+            return part._decide(ctx, op, args, kwargs)
         if around is not None and type(around) is not Recompute:
             if isinstance(around, Offload):
                 _say("offload")
@@ -322,18 +332,25 @@ class _Tags:
             return TAGS["MUST_RECOMPUTE"]
         return _tag("MUST_CPU_OFFLOAD" if isinstance(decision, Offload) else "MUST_SAVE")
 
-    def _around(self, marks: dict[int, str]) -> tuple[Decision | None, str]:
-        """What is decided about the innermost part that is decided, and the path of the innermost name."""
-        decision, path = None, ""
+    def _find(self, marks: dict[int, str]) -> tuple[Decision | None, str, _Tags | None]:
+        """What is decided about the innermost part that is decided, and the path of the innermost name.
+
+        Or the first part that has a policy of its own: then all further in is that policy's to decide.
+        """
+        decision, path = self._around, ""
         for number, what in marks.items():
             if what.startswith(_DECIDED):
                 decision = _DECISIONS[what.removeprefix(_DECIDED)]
                 continue
             path = f"{path}/{what}" if path else what
             if number not in self._named and self._policy is not None and self._policy.decides_names():
-                self._named[number] = self._ask(path, Question((), {}, path))
+                self._named[number] = found = self._ask(path, Question((), {}, path))
+                if isinstance(found, Recompute) and found.policy is not None:
+                    self._parts[number] = _Tags(found.policy, number, around=Recompute())
+            if number in self._parts:
+                return None, path, self._parts[number]
             decision = self._named.get(number) or decision
-        return decision, path
+        return decision, path, None
 
     def _ask(self, what: Any, question: Question) -> Decision | None:
         policy = self._policy

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from recollect._inputs import by_hand, copy_of, with_stride
 from recollect._stores.store import Store
-from recollect._torch import Hooks, may_be_unfilled, storage_key, version_of
+from recollect._torch import Hooks, may_be_unfilled, share_version_counter, storage_key, version_of
 
 # A slot is what autograd holds instead of a saved tensor: its number in its frame, counted from here on. It is an int
 # because those are cheap and no concern of the garbage collector; and one that CPython does not share, as it does small
@@ -132,7 +132,7 @@ class Kept:
         held = self._original()
         if held is not None and held is self._packed:
             self._packed = copy_of(held)
-            self._held = None
+            self._held, self._aliases = None, ()
 
     def is_copied_before_a_change(self) -> bool:
         """Let a change in place that is about to come wait for the copy in a store; whether there is one."""
@@ -143,8 +143,17 @@ class Kept:
         return True
 
     def also_held_by(self, alias: Tensor) -> None:
-        """Watch another tensor over the same memory, which does not share the version counter."""
-        if self._in_a_store() is None:
+        """Watch another tensor over the same memory, if it does not share a version counter that is watched.
+
+        Who has a copy elsewhere is told at once: it would not see a change.
+        """
+        kept, original = self._in_a_store(), self._original()
+        watched = [original, *(one for one, _ in self._aliases)] if kept is None else [kept._packed.copy.watch]
+        if any(one is not None and share_version_counter(alias, one) for one in watched):
+            return
+        if kept is not None and kept._store is not None:
+            kept._store.hold_back(kept._packed)
+        elif original is not None:
             self._aliases += ((alias, version_of(alias)),)
 
     def is_reshaped(self) -> None:

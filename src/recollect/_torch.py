@@ -710,6 +710,13 @@ def in_dual_level() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+def in_transform() -> bool:
+    """Whether tensors are more than they can be kept as: with tangents in forward-mode AD, with another dimension in
+    `vmap`, outside of which they are of no use.
+    """
+    return in_dual_level() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def function_nodes(tensors: Iterable[torch.Tensor]) -> dict[int, str]:
     """The autograd Functions in the graph of `tensors`, by autograd's number: `Scale.apply`."""
     found: dict[int, str] = {}
@@ -935,6 +942,7 @@ _UNSAID_VIEWS = frozenset(
 )
 SHARES_UNSAID = _UNSAID_VIEWS | frozenset(find_operators(("_c10d_functional.wait_tensor",)))
 CAST = torch.ops.aten._to_copy.default
+DETACH = torch.ops.aten.detach.default
 
 
 # --- Work of our own in the middle of a user's computation ---
@@ -1048,6 +1056,16 @@ def overwrites(operator: Any) -> bool:
 def put_versions(tensors: list[torch.Tensor], versions: list[int]) -> None:
     """Set the version counters, for changes that were taken back."""
     _autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a change of one counts as a change of the other. Only a change tells: this one is taken back at once."""
+    version = one._version
+    put_versions([one], [version + 1])
+    try:
+        return other._version == version + 1
+    finally:
+        put_versions([one], [version])
 
 
 def can_be_recorded() -> bool:

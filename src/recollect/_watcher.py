@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from recollect._engine.scope import here
+from recollect._engine.selective import keep_results
 from recollect._inputs import by_hand, find_tensors, is_parameter
 from recollect._kept import Kept
 from recollect._torch import (
@@ -122,7 +123,7 @@ def _size(tensor: Tensor) -> int:
 _OWN_FILES = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # Python in 2.13; in 2.15 it is not, and leaves no frame to be read.
 _APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
-_KEEP = Kept.__init__.__code__
+_KEEPING = {Kept.__init__.__code__: Kept, keep_results.__code__: keep_results}
 _CLONE = torch.ops.aten.clone.default
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default  # torch.tensor([1.0]) ends in it: a view in form, and yet new
 
@@ -196,7 +197,7 @@ class Watcher(TorchDispatchMode):
         if packer is Kept:  # an inner region keeps it, as was just told, by handing it to this one, which decides
             self.savings[-1].row = dataclasses.replace(self.savings[-1].row, decision=decision)
             return
-        if decision == "recomputed" or scope.saving:
+        if decision == "recomputed" or (scope.saving and packer is not keep_results):
             number, by_autograd = sequence_number(), not by_hand.packing
             operator = packer or self._operators.get(number, "")
         else:
@@ -244,17 +245,19 @@ def _is_in_a_function(operator: Any) -> bool:
 def _is_in_kept(frame: FrameType | None) -> bool:
     """Whether `Kept` runs an operator, to copy to the host, in the midst of another operator."""
     while frame is not None and is_library_file(frame.f_code.co_filename):
-        if frame.f_code is _KEEP:
+        if _KEEPING.get(frame.f_code) is Kept:
             return True
         frame = frame.f_back
     return False
 
 
 def _packer(frame: FrameType | None) -> Any:
-    """Who hands a tensor to a region's hook, other than an operator: `Kept`, or the name of what does, or ""."""
+    """Who tells of a tensor, other than an operator that saves it: `Kept`, which hands it to a region's hook,
+    `keep_results` for an operator's result, or the name of what saves it, or "".
+    """
     while frame is not None and frame.f_code.co_filename.startswith(_OWN_FILES):
-        if frame.f_code is _KEEP:
-            return Kept
+        if frame.f_code in _KEEPING:
+            return _KEEPING[frame.f_code]
         frame = frame.f_back
     if by_hand.packing:
         return "recollect.checkpoint"  # its inputs

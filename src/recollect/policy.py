@@ -304,7 +304,7 @@ class _Names(Policy):
         if not isinstance(what, str):
             return None
         if what not in self._known:
-            matches = (one for pattern, one in self._decisions.items() if fnmatch.fnmatchcase(what, pattern))
+            matches = (one for pattern, one in self._decisions.items() if _matches(what, pattern))
             self._known[what] = next(matches, None)
         return self._known[what]
 
@@ -313,6 +313,10 @@ class _Names(Policy):
 
     def __repr__(self) -> str:
         return f"recollect.by_name({dict(self._decisions)!r})"
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return path == pattern or fnmatch.fnmatchcase(path, pattern)  # a name may hold brackets: `layers[3]`
 
 
 class _Told:

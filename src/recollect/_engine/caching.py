@@ -135,6 +135,7 @@ class _CachingTorchDispatchMode(_AskingMode):
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        self._changes.settle()
         self._changes = Changes()  # it holds what is kept
         super().__exit__(*error)
 
@@ -143,7 +144,10 @@ class _CachingTorchDispatchMode(_AskingMode):
     ) -> Any:
         kind = known_kinds.get(id(func)) or kind_of(func)
         if self.paused or (not kind.is_usual and kind.is_passed_over(args, kwargs or _NONE)):
-            return kind.run(*args, **kwargs or _NONE)
+            result = kind.run(*args, **kwargs or _NONE)
+            if kind.detaches and not self.paused:
+                self._changes.detaches(args, result)
+            return result
         call = self._calls[kind]
         self._calls[kind] = call + 1
         if kind.is_usual:

@@ -37,7 +37,7 @@ from recollect._torch import (
     Hooks,
     as_inner_result,
     graph_is_kept,
-    in_dual_level,
+    in_transform,
     pop_hooks_of,
     push_hooks,
     storage_key,
@@ -220,7 +220,7 @@ def _is_usual(call: _Call, result: Any) -> bool:
     The short way to what `_is_unchanged` and `_can_be_handed_out` find out.
     """
     tensors, _, versions, contents = call
-    if contents is not _PLAIN or type(result) is not Tensor or result.is_leaf or in_dual_level():
+    if contents is not _PLAIN or type(result) is not Tensor or result.is_leaf or in_transform():
         return False
     memory = storage_key(result)
     for tensor, version in zip(tensors, versions):  # noqa: B905 - to say `strict` costs as much as the rest of it
@@ -260,7 +260,7 @@ def _are_same(before: list[Any], after: list[Any]) -> bool:
 def _can_be_handed_out(call: _Call, result: Any) -> bool:
     """Not if an output shares memory with an argument that it is not, or with another output, or cannot be told to."""
     tensors, given, _, contents = call
-    if in_dual_level() or (contents is not _PLAIN and any(map(Tensor.is_inference, tensors))):
+    if in_transform() or (contents is not _PLAIN and any(map(Tensor.is_inference, tensors))):
         return False
     is_tensor = isinstance(result, Tensor)
     if not is_tensor and not is_transparent(result):

@@ -19,7 +19,7 @@ from recollect._engine.kept_region import Mark, keep, replay
 from recollect._engine.replay import or_nothing
 from recollect._engine.scope import Scope, here
 from recollect._engine.selective import ask, forward_mode, replay_mode, tell_if_useless
-from recollect._torch import begin_inside
+from recollect._torch import begin_inside, in_transform
 from recollect.policy import Decision, Policy, Question, Recompute
 
 P = ParamSpec("P")
@@ -197,15 +197,18 @@ def _call_inside(
 ) -> Any:
     """Call a part inside of one that is kept: what is to be recomputed needs a frame of its own."""
     decision = mark.decision
-    if type(decision) is not Recompute:
+    if type(decision) is not Recompute or in_transform():  # a region needs arguments that are of use in its replay
         return function(*args, **kwargs)
     if options is not None:
         return run_region(function, args, kwargs, options)
     inherited = scope.frame.options
-    if decision.policy is None:
-        return run_region(function, args, kwargs, inherited, path=mark.path)
-    # Paths are its own from here on, as where such a part is inside of nothing that is kept: see `_call_refined`.
-    return run_region(function, args, kwargs, dataclasses.replace(inherited, policy=decision.policy))
+    policy, path = scope.policy, mark.path
+    if decision.policy is not None:
+        # Paths are its own from here on, as where such a part is inside of nothing that is kept: see `_call_refined`.
+        policy, path = decision.policy, ""
+    if policy is not inherited.policy:
+        inherited = dataclasses.replace(inherited, policy=policy)
+    return run_region(function, args, kwargs, inherited, path=path)
 
 
 def _call_refined(

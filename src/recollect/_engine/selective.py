@@ -23,6 +23,7 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from recollect._kept import Kept
 from recollect._stores.chosen import store_of
 from recollect._torch import (
     CAST,
+    DETACH,
     METADATA_OPERATORS,
     SHARES_UNSAID,
     OperatorMode,
@@ -54,6 +56,7 @@ from recollect._torch import (
     may_draw,
     only_reshapes,
     operator_name,
+    out_of_sight,
     running_statistics,
     set_grad_enabled,
     storage_key,
@@ -71,6 +74,7 @@ class _Kind:
     """What is to be known of an operator, looked up once."""
 
     __slots__ = (
+        "detaches",
         "draws",
         "dropout",
         "is_cast",
@@ -96,6 +100,7 @@ class _Kind:
         self.statistics = has_statistics(operator)
         self.reshapes = only_reshapes(operator)
         self.shares = operator in SHARES_UNSAID
+        self.detaches = operator is DETACH
         self.is_kept = not self.writes and not gives_views(operator)  # if the policy says so
         self.is_unwritten = makes_unwritten_memory(operator)
         self.draws = may_draw(operator)
@@ -250,6 +255,7 @@ class Changes:
     def __init__(self) -> None:
         self._new: list[Any] = []
         self._by_memory: dict[int, list[Kept]] = {}
+        self._detached: list[tuple[weakref.ref[Tensor], list[Kept]]] = []
 
     def add(self, kept: Any) -> None:
         self._new.append(kept)
@@ -268,6 +274,7 @@ class Changes:
 
     def writes(self, operator: Any, kind: _Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         places = running_statistics(operator, args, kwargs) if kind.statistics else kind.written
+        self.settle()
         written = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
         for one in self._over(written):
             if one.is_copied_before_a_change():
@@ -286,6 +293,26 @@ class Changes:
         for one in self._over(args):
             for tensor in find_tensors((result,), {})[0]:
                 one.also_held_by(detach_below_autograd(tensor))
+
+    def detaches(self, args: tuple[Any, ...], result: Tensor) -> None:
+        """Torch itself detaches what `zeros`, `rand` and their like have made, and gives the result a version counter
+        of its own once it has it: that one is the user's tensor. So it is looked at later, see `settle`.
+        """
+        kept = self._over(args)
+        if kept:
+            self._detached.append((weakref.ref(result), kept))
+
+    def settle(self) -> None:
+        """Watch what was detached: before anything is changed, and when the forward has ended."""
+        if not self._detached:
+            return
+        with out_of_sight():
+            for reference, kept in self._detached:
+                tensor = reference()
+                if tensor is not None and not tensor.is_inference():
+                    for one in kept:
+                        one.also_held_by(tensor.detach())
+        self._detached.clear()
 
 
 # --- Natively: the forward decides, replays follow ---
@@ -314,6 +341,10 @@ class Keeping(OperatorMode):
         self.seen: set[Any] = set()
         self.refused: TypeError | None = None
 
+    def __exit__(self, *error: Any) -> None:
+        self._changes.settle()
+        super().__exit__(*error)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -324,7 +355,10 @@ class Keeping(OperatorMode):
         if self.paused or kind.is_passed_over(args, kwargs):
             if kind.writes:
                 self._changes.writes(func, kind, args, kwargs)
-            return kind.run(*args, **kwargs)
+            result = kind.run(*args, **kwargs)
+            if kind.detaches and not self.paused:
+                self._changes.detaches(args, result)
+            return result
         table, policy = self._table, self._policy
         found = table.get(func) if table is not None else self._decide(func, args, kwargs)
         decision = found.at(len(self._kept[func])) if isinstance(found, ByCall) else found

@@ -6,8 +6,9 @@ Rules.
   current stream wait for every copy, and later for those alone that were changed in the step before; a change that was
   not expected, and came before the copy was seen to be done, is an error when the tensor is asked for, and expected
   from then on.
-- A storage that is put twice at the same version is copied once, and what comes back are views of one memory. A change
-  that moves no version (through `.data`, or by a kernel that does not tell) is not seen, as autograd does not see it.
+- A storage that is put twice at the same version is copied once, and what comes back are views of one memory. Parts of
+  it that count their changes apart (`unsafe_chunk`, as recurrent cells use it) are copied apart. A change that moves no
+  version (through `.data`, or by a kernel that does not tell) is not seen, as autograd does not see it.
 - Not taken, and left to the caller: parameters, buffers and views of them, whatever was there after the step before
   and has not changed since (freeing nothing is not worth a copy), small tensors, those of other devices and
   of other kinds than plain strided ones, and everything when there is no room.
@@ -49,6 +50,7 @@ from recollect._torch import (
     modules_being_called,
     out_of_sight,
     own_tensors,
+    share_version_counter,
     storage_key,
     version_of,
 )
@@ -182,10 +184,10 @@ class Store:
             elif self._ended is not None and self._ended.course is None:
                 self._learn()
             key = _key(tensor)
-            copy, is_whole = self._find(key), True
+            copy, is_whole = self._find(key, tensor), True
             if copy is None and not takes_whole_storage(tensor):
                 is_whole = False
-                copy = self._find(_key_of_part(key, tensor))
+                copy = self._find(_key_of_part(key, tensor), tensor)
             if copy is None:
                 copy = self._copy(tensor, link, key, is_whole=is_whole)
             if copy is None:
@@ -204,9 +206,11 @@ class Store:
             and not (tensor.grad_fn is None and _is_of_a_module(tensor))
         )
 
-    def _find(self, key: Key) -> Copy | None:
+    def _find(self, key: Key, tensor: Tensor) -> Copy | None:
         reference = self._copies.get(key)
-        return None if reference is None else reference()
+        copy = None if reference is None else reference()
+        # Equal versions say nothing where two count apart.
+        return copy if copy is not None and share_version_counter(tensor, copy.watch) else None
 
     def _copy(self, tensor: Tensor, link: Link, storage: Key, *, is_whole: bool) -> Copy | None:
         lasting = self._lasting.get(storage[0])
@@ -253,9 +257,11 @@ class Store:
         self._note_landed(link, moment, landed)
 
     def hold_back(self, ticket: Ticket) -> None:
-        """The tensor of a ticket is about to be changed in place: let that wait for the copy."""
+        """The tensor of a ticket is about to be changed in place, seen or unseen: let that wait for the copy."""
         copy, link = ticket.copy, ticket.copy.link
         with self._lock:
+            if copy.source is not None:  # it will not stay as it was
+                self._let_go(copy)
             moment = link.now()
             link.hold_back(copy.held.left, link.current_stream())  # which need not be the one that it was copied on
             self._note_landed(link, moment, self._flights.land_one(copy))
