@@ -1531,6 +1531,22 @@ def test_a_function_that_keeps_nothing_is_told_that_it_equals_plain_checkpointin
 @pytest.mark.parametrize(
     "policy",
     [
+        lambda op, ctx: Save() if op is aten.t.default else None,
+        lambda op, ctx: Save() if op is aten.relu_.default else None,
+    ],
+    ids=["views", "changes in place"],
+)
+def test_a_function_that_would_keep_what_cannot_be_kept_is_told_so_too(policy):
+    def function(x, w):
+        return (x.sin().relu_() @ w.t()).exp()
+
+    [message] = warnings_of(function, policy, calls=2)
+    assert "plain checkpointing" in message
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
         policies.save_nothing,
         policies.save_matmuls,
         policies.save_matmuls | policies.save_attention,

@@ -363,10 +363,12 @@ class Keeping(OperatorMode):
         found = table.get(func) if table is not None else self._decide(func, args, kwargs)
         decision = found.at(len(self._kept[func])) if isinstance(found, ByCall) else found
         is_counted = table is None or isinstance(found, ByCall)
+        can_be_kept = kind.is_kept and not kind.is_unwritten
         if not policy.settled:
             self.seen.add(func)
-            policy.settled = decision is not None and policy.counts(decision)
-        if not kind.is_kept or kind.is_unwritten or (decision is None and not is_counted):
+            # Of a view, and of what changes its argument, nothing is kept, whatever is said.
+            policy.settled = decision is not None and policy.counts(decision if can_be_kept else Recompute())
+        if not can_be_kept or (decision is None and not is_counted):
             if kind.writes:
                 self._changes.writes(func, kind, args, kwargs)
             result = kind.run(*args, **kwargs)
