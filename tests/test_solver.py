@@ -204,6 +204,13 @@ def test_offloading_is_solved_as_trying_everything_does(problem):
     check_all(problem, slack=_solver.GAP * 1.01)
 
 
+def test_a_moment_that_takes_nothing_by_itself_bounds_what_is_kept_when_offloading():
+    goes, stays = Choice(0.0, 0, out=1), Choice(0.0, 1)
+    blocks = (Block((goes, stays)), Block((goes, Choice(0.0, 0))), Block((stays,)))
+    problem = Problem(blocks, (Moment(bytes=0, after=3),), link=Link(1.0, 1.0))
+    assert solve(problem, 1).chosen == (0, 1, 0)  # what the last block keeps is all that there is room for
+
+
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(problem=problems(most=700, offloading=True, ties=True))
 def test_offloading_with_ties(problem):

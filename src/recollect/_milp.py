@@ -220,7 +220,7 @@ class _Program:
             self.row({**terms, used[c]: needs[c] - rise} if rise > 0 else {**before, used[c]: needs[c]}, high=0.0)
 
     def moment(self, bytes_: int | None, there: int) -> None:
-        if bytes_:
+        if bytes_ is not None:
             self.row({there: 1.0, self.peak: -1.0}, high=-bytes_ * self.byte)
 
     def link(self) -> Row:
