@@ -41,7 +41,9 @@ def saved_tensor_changed(
     region: str, index: int, tensor: Tensor, node: object, details: str, change: tuple[str, str | None] | None
 ) -> CheckpointError:
     operator = f"that {describe_node(node)} saved " if node is not None else ""
-    by = "" if change is None else f" It was changed by {change[0]}, at {change[1]}."
+    by = ""
+    if change is not None:
+        by = f" It was changed by {change[0]}, at {change[1] or 'no line of user code'}."
     error = SavedTensorChangedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"the tensor {operator}({describe_tensor(tensor)}, saved tensor {index} of the checkpointed region {region}). "
