@@ -181,6 +181,18 @@ def weight_replaced(region: str, then: str, now: str | None) -> CheckpointError:
     return error
 
 
+def began_to_change(region: str, what: str, operator: str, where: str | None) -> CheckpointError:
+    error = CheckpointError(
+        f"the checkpointed region {region} reads {what} and changes it in place ({operator}, at "
+        f"{where or 'no line of user code'}), and did not in the forward that was looked at: what it held before this "
+        "forward was not kept, so that a replay cannot start from there. Where a function begins to do other things, "
+        "call recollect.verify_again() before. The gradients of this step are lost, and nothing was changed twice"
+    )
+    error.operator, error.where = operator, where
+    error.cause = f"{what} is changed in place for the first time since the function was verified"
+    return error
+
+
 def gathered_twice(region: str, count: int) -> str:
     modules = "a module" if count == 1 else f"{count} modules"
     return (
