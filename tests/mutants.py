@@ -1011,7 +1011,7 @@ FAULTS = (
     fault(
         "a buffer that begins to change is not noticed",
         "_verification.py",
-        "            self._is_new = versions_of(self._quiet) != self._versions\n",
+        "            self._is_new = now != self._versions\n",
         "",
         "test_state.py",
     ),

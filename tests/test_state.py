@@ -397,20 +397,34 @@ def test_state_of_a_part_whose_mode_changes(state):
 
 
 class Experts(nn.Module):
-    def __init__(self):
+    def __init__(self, state):
         super().__init__()
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(4))
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), STATES[state](), nn.Tanh()) for _ in range(4))
 
     def forward(self, x, number):
         return self.experts[number](x)
 
 
 @pytest.mark.parametrize("pending", [1, 2, 4])
-def test_state_of_a_part_that_the_first_forward_leaves_out(pending):
+@pytest.mark.parametrize("state", ["batch norm", "batch norm, all batches", "counter", "old spectral norm"])
+def test_state_of_a_part_that_the_first_forward_leaves_out(state, pending):
     def forward(number):
         return lambda run, model, x: run(model, x, number)
 
-    check_state(Experts, [forward(number % 4) for number in range(12)], pending=pending)
+    check_state(lambda: Experts(state), [forward(number % 4) for number in range(12)], pending=pending)
+
+
+def test_state_of_a_part_that_was_seen_in_another_mode_and_is_reached_by_another_way():
+    """Several forwards count before the first replay comes to a batch norm, and stops there."""
+
+    def forward(number, mode):
+        def call(run, model, x):
+            return run(model.train().experts[0].train(mode) and model, x, number)
+
+        return call
+
+    ways = [(0, False), (1, True), (0, True), (0, True), (1, True), (0, False), (0, True), (0, True)]
+    check_state(lambda: Experts("batch norm"), [forward(*way) for way in ways], pending=2)
 
 
 def test_state_of_a_module_that_takes_the_place_of_another():

@@ -170,11 +170,12 @@ class Buffers:
     @classmethod
     def of(cls, known: Known) -> Buffers | None:
         """As they are now, for a forward that is about to begin."""
-        if not known.writes:
+        if not known.writes and not known.unseen:
             return None
         references: list[Callable[[], Tensor | None]] = []
         before: list[Tensor | None] = []
-        for get, is_read in list(known.writes.values()):
+        unseen: list[tuple[Callable[[], Tensor | None], bool]] = [(one, True) for one in known.unseen]
+        for get, is_read in [*known.writes.values(), *unseen]:
             tensor = get()
             if tensor is not None:
                 references.append(weakref.ref(tensor))

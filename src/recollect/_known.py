@@ -49,6 +49,7 @@ class Known:
         "_is_swapped",
         "_references",
         "_roots",
+        "_seen",
         "_strange",
         "_verified_in",
         "familiar",
@@ -62,6 +63,7 @@ class Known:
         "rebound",
         "step",
         "tree",
+        "unseen",
         "verified",
         "warned",
         "writes",
@@ -85,6 +87,9 @@ class Known:
         self.reads: list[weakref.ref[Tensor]] = []
         # Buffers of its modules that it was not seen to change.
         self.quiet: list[weakref.ref[Tensor]] = []
+        # Buffers of those that no recorded run has called: what becomes of them is not known.
+        self.unseen: list[weakref.ref[Tensor]] = []
+        self._seen: set[Any] = set()  # the modules that were called, and where they have buffers that were read
         # Where it puts buffers in the place of others.
         self.rebound: set[tuple[int, str]] = set()
         # Leaves that it was seen to save, by identity: who saves another one takes a way that was not recorded.
@@ -170,7 +175,7 @@ class Known:
 
     def learn(self, reads: list[Tensor], writes: list[tuple[Tensor, bool]], called: list[Module]) -> None:
         """Take over what a recorded forward has shown."""
-        self.learn_changes(writes, called)
+        self.learn_changes(writes, called, reads)
         if self.is_recorded:
             common = {id(tensor) for tensor in reads}
             self.reads = [one for one in self.reads if id(one()) in common]
@@ -185,8 +190,8 @@ class Known:
             if id(parameter) in common
         ]
 
-    def learn_changes(self, writes: list[tuple[Tensor, bool]], called: list[Module]) -> None:
-        """Take over which modules a run has called, and what it has changed."""
+    def learn_changes(self, writes: list[tuple[Tensor, bool]], called: list[Module], reads: list[Tensor]) -> None:
+        """Take over which modules a run has called, and what it has changed and read."""
         before = {id(one) for one in self.modules()}
         self.tree += [weakref.ref(module) for module in called if id(module) not in before]
         buffers = {
@@ -194,8 +199,12 @@ class Known:
             for module in self.modules()
             for name, buffer in module.named_buffers(recurse=False)
         }
-        for tensor, is_read in writes:
-            home = buffers.pop(id(tensor), None)
+        # A batch norm that counts changes its statistics too: it shows in no version, and a replay may stop before.
+        norms = {buffers[id(tensor)][0] for tensor, _ in writes if id(tensor) in buffers}
+        norms = {one for one in norms if keeps_running_statistics(one)}
+        statistics = [(buffer, one.momentum is None) for one in norms for buffer in one.buffers(recurse=False)]
+        for tensor, is_read in chain(writes, statistics):
+            home = buffers.get(id(tensor))
             # A buffer is known by its name: `model.to(...)` and others put another tensor in its place.
             place: Any = id(tensor) if home is None else (id(home[0]), home[1])
             is_read |= place in self.writes and self.writes[place][1]
@@ -207,7 +216,16 @@ class Known:
                 get = functools.partial(_attribute, weakref.ref(home[0]), home[1])
             self.writes[place] = (get, is_read)
         written = {id(get()) for get, _ in self.writes.values()}
-        self.quiet = [weakref.ref(buffer) for _, _, buffer in buffers.values() if id(buffer) not in written]
+        quiet = [one for place, one in buffers.items() if place not in written]
+        self.quiet = [weakref.ref(buffer) for _, _, buffer in quiet]
+        read = set(map(id, reads))
+        self._seen.update(map(id, called))
+        self._seen.update((id(module), name) for module, name, buffer in quiet if id(buffer) in read)
+        self.unseen = [
+            weakref.ref(buffer)
+            for module, name, buffer in quiet
+            if self._seen.isdisjoint((id(module), (id(module), name)))
+        ]
 
 
 def _attribute(module: weakref.ref[Module], name: str) -> Tensor | None:

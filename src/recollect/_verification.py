@@ -114,7 +114,12 @@ class Verification:
         arguments, self._arguments = self._arguments, ()  # not this guard's to keep
         record = self.record
         if self._quiet:
-            self._is_new = versions_of(self._quiet) != self._versions
+            now = versions_of(self._quiet)
+            self._is_new = now != self._versions
+            if self._is_new:
+                pairs = zip(self._quiet, self._versions, now, strict=True)
+                changed = [(tensor, True) for tensor, before, after in pairs if before != after]
+                self._known.learn_changes(changed, [], [])
             self._quiet = ()
         if record is None and self.probe is None and self.leaves is None and not self._known.reads:
             return
@@ -274,7 +279,7 @@ class Verification:
         new = [leaf for one in self._new_leaves if (leaf := one()) is not None]
         known.saves(new, made_here=bool(new) and read.isdisjoint(map(id, new)))
         changes = self._changes(recorder)
-        known.learn_changes(changes, recorder.called())
+        known.learn_changes(changes, recorder.called(), recorder.read())
         if changes:
             self.restore(Buffers([weakref.ref(tensor) for tensor, _ in changes], [None] * len(changes)))
         for memory, write in recorder.writes.items():
@@ -375,7 +380,7 @@ def begin(
     if not options.is_plain:
         _look_closer(verification, known, arguments, options, following=following)
     learns = verification.record is not None and verification.record.results
-    if known.writes and not learns:
+    if (known.writes or known.unseen) and not learns:
         verification.restore(Buffers.of(known))
     if known.rebound or learns:
         verification.bind(known.modules())
