@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import recollect
-from recollect import Recompute, Save, by_name, checkpoint
+from recollect import CheckpointError, Recompute, Save, by_name, checkpoint
 from tools import assert_equal, leaf
 
 POLICIES = {
@@ -326,3 +326,237 @@ def test_other_graphs_do_not_notice_that_state_was_put_back():
         y.sum().backward()
         other.backward()
         assert torch.equal(x.grad, counter.count.expand(6))
+
+
+# --- What the first forward does not show ---
+
+
+def one_by_one(run, make, forwards, *, pending=1):
+    """Gradients and state after each step; `forwards` calls a model and gives a result, in turn, each in its region."""
+    torch.manual_seed(0)
+    model, seen = make(), []
+    for number in range(0, len(forwards), pending):
+        results = [forward(run, model, leaf(4, 6)) for forward in forwards[number : number + pending]]
+        for result in results:
+            result.exp().sum().backward()
+        gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        seen.append([gradients, state_of(model)])
+        model.zero_grad()
+    return seen
+
+
+def in_region(run, model, x):
+    return run(model, x)
+
+
+def check_state(make, forwards, **how):
+    for check in ("first", "values"):
+        recollect.verify_again()
+        run = functools.partial(checkpoint, determinism_check=check)
+        assert_equal(one_by_one(run, make, forwards, **how), one_by_one(plain, make, forwards, **how))
+
+
+class Started(nn.Module):
+    """Codes that the first batch gives; later ones are averages."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("codes", torch.zeros(4, 6))
+        self.register_buffer("is_started", torch.tensor(False))
+
+    def forward(self, x):
+        x = self.linear(x)
+        if not self.is_started:
+            self.codes.copy_(x.detach())
+            self.is_started.fill_(True)
+        self.codes.lerp_(x.detach(), 0.1)
+        return (x - self.codes).tanh()
+
+
+def test_state_that_the_first_forward_fills_and_later_ones_change():
+    check_state(Started, [in_region] * 4)
+
+
+@pytest.mark.parametrize("state", ["batch norm", "old spectral norm", "observer"])
+def test_state_of_a_part_whose_mode_changes(state):
+    """The statistics are frozen in the first steps, while the rest is in training."""
+
+    def frozen(run, model, x):
+        model[1].eval()
+        return run(model, x)
+
+    def thawed(run, model, x):
+        model[1].train()
+        return run(model, x)
+
+    def make():
+        return nn.Sequential(nn.Linear(6, 6), STATES[state]())
+
+    check_state(make, [frozen, frozen, thawed, thawed, frozen, thawed])
+
+
+class Experts(nn.Module):
+    def __init__(self, state):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), STATES[state](), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x, number):
+        return self.experts[number](x)
+
+
+@pytest.mark.parametrize("pending", [1, 2, 4])
+@pytest.mark.parametrize("state", ["batch norm", "batch norm, all batches", "counter", "old spectral norm"])
+def test_state_of_a_part_that_the_first_forward_leaves_out(state, pending):
+    def forward(number):
+        return lambda run, model, x: run(model, x, number)
+
+    check_state(lambda: Experts(state), [forward(number % 4) for number in range(12)], pending=pending)
+
+
+def test_state_of_a_part_that_was_seen_in_another_mode_and_is_reached_by_another_way():
+    """Several forwards count before the first replay comes to a batch norm, and stops there."""
+
+    def forward(number, mode):
+        def call(run, model, x):
+            return run(model.train().experts[0].train(mode) and model, x, number)
+
+        return call
+
+    ways = [(0, False), (1, True), (0, True), (0, True), (1, True), (0, False), (0, True), (0, True)]
+    check_state(lambda: Experts("batch norm"), [forward(*way) for way in ways], pending=2)
+
+
+def test_state_of_a_module_that_takes_the_place_of_another():
+    def replace(run, model, x):
+        model[1] = nn.BatchNorm1d(6)
+        return run(model, x)
+
+    def make():
+        return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+
+    check_state(make, [in_region, in_region, replace, in_region])
+
+
+_model = None
+
+
+def _global_model(x):
+    return _model(x)
+
+
+def test_state_of_models_that_nothing_shows():
+    global _model
+
+    def forward(number):
+        def call(run, models, x):
+            global _model
+            _model = models[number]
+            return run(_global_model, x)
+
+        return call
+
+    def make():
+        return nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2))
+
+    check_state(make, [forward(number % 2) for number in range(6)])
+    _model = None
+
+
+class Late(nn.Module):
+    """Counts and averages from some step on, and may read the average."""
+
+    def __init__(self, *, reads):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.reads, self.has_begun = reads, False
+
+    def forward(self, x):
+        x = self.linear(x)
+        if self.has_begun:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return (x - self.mean).tanh() if self.reads else x.tanh()
+
+
+def begin(run, model, x):
+    model.has_begun = True
+    return run(model, x)
+
+
+def test_state_that_begins_to_change_later():
+    check_state(lambda: Late(reads=False), [in_region, in_region, begin, begin, begin])
+
+
+def test_state_that_begins_to_change_later_and_is_read():
+    model = Late(reads=True)
+    checkpoint(model, leaf(4, 6)).sum().backward()
+    y = begin(checkpoint, model, leaf(4, 6))
+    state = state_of(model)
+    with pytest.raises(CheckpointError, match=r"reads the buffer 'mean' of Late .*and changes it in place") as info:
+        y.sum().backward()
+    assert "aten.lerp_" in info.value.operator
+    assert info.value.where.startswith(f"{__file__}:{Late.forward.__code__.co_firstlineno + 3} in forward")
+    assert "for the first time" in info.value.cause
+    assert_equal(state_of(model), state)
+    model.zero_grad()
+    twin = copy.deepcopy(model)
+    assert_equal(one_by_one(checkpoint, lambda: model, [begin] * 2), one_by_one(plain, lambda: twin, [begin] * 2))
+
+
+class ReadLate(Late):
+    def forward(self, x):
+        x = self.linear(x)
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return (x - self.mean).tanh() if self.has_begun else x.tanh()
+
+
+def test_state_that_is_read_later():
+    check_state(lambda: ReadLate(reads=True), [in_region, in_region, begin, begin])
+
+
+class Lazy(nn.Module):
+    def forward(self, x):
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(6))
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return (x - self.mean).tanh()
+
+
+@pytest.mark.parametrize("make", [Lazy, nn.LazyBatchNorm1d])
+def test_state_that_the_first_forward_makes(make):
+    check_state(lambda: nn.Sequential(nn.Linear(6, 6), make()), [in_region] * 4)
+
+
+class Rebound(nn.Module):
+    """As modules are often written: not in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        self.count = self.count + 1
+        return (x - self.mean).tanh()
+
+
+@pytest.mark.parametrize("pending", [1, 3])
+def test_state_that_is_put_in_the_place_of_the_old(pending):
+    check_state(Rebound, [in_region] * 6, pending=pending)
+
+
+class Normalised(nn.Linear):
+    """Its weight is kept normalised, which done twice is not the same to the last bit."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm(dim=1, keepdim=True)).mul_(0.9)
+        return super().forward(x)
+
+
+def test_weights_that_a_forward_changes():
+    check_state(lambda: nn.Sequential(nn.Linear(6, 6), Normalised(6, 6)), [in_region] * 3)

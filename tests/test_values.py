@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import pathlib
+import random
 import subprocess
 import sys
 import types
@@ -561,6 +562,31 @@ def test_causes(monkeypatch):
         assert words in error.cause
         assert error.cause in str(error)
         assert error.where.startswith(__file__)
+
+
+def test_numbers_that_are_drawn_and_do_not_matter_hide_no_other_cause():
+    block = Block()
+
+    def region(x):
+        random.random()
+        return block(x)
+
+    error = error_of(region, lambda: setattr(block, "gain", 2.0))
+    assert "Python's random was drawn from" in error.cause
+    assert "'gain' of Block was 1.0 in the forward and is 2.0" in error.cause
+
+
+def test_a_parameter_of_another_dtype_is_not_another_branch():
+    layer = nn.Linear(3, 3)
+    error = error_of(layer, layer.double)
+    assert "the parameter 'weight' of Linear (float64[3, 3] on cpu) was changed" in error.cause
+    assert "branch" not in str(error)
+
+
+def test_an_operator_that_no_line_of_user_code_runs():
+    layers = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Dropout(0.5, inplace=True), nn.Tanh())
+    error = error_of(layers, lambda: None)
+    assert "changed by aten.mul_.Tensor, at no line of user code" in str(error)
 
 
 @pytest.mark.parametrize("check", ["default", "first", "values"])

@@ -81,7 +81,7 @@ def explain(
             lines.append(f"The first operator that reads another value: {_step_in_words(step, site)}.")
     elif place is not None:
         lines, step = _parting(forward.steps, replay.steps, place, by, site)
-    branched = place is not None and by == 0
+    branched = place is not None and by == 0 and not _is_same_operator(forward.steps, replay.steps, place)
     cause = _cause(forward, replay, outside, modules, drawn, branched=branched, preserves_all=preserves_all)
     if cause is not None:
         lines.append(f"Likely cause: {cause}.")
@@ -121,6 +121,11 @@ def _first_step(forward: Sequence[Step], replay: Sequence[Step], *, stopped: boo
     return None, 0.0
 
 
+def _is_same_operator(forward: Sequence[Step], replay: Sequence[Step], place: int) -> bool:
+    then, now = _at(forward, place), _at(replay, place)
+    return then is not None and now is not None and then.operator is now.operator
+
+
 def _first_read(forward: Recorder, replay: Recorder, place: int | None) -> Read | None:
     """The first tensor from outside with other values than in the forward, not later than the operator at `place`."""
     then, now = list(forward.reads.values()), list(replay.reads.values())
@@ -131,7 +136,8 @@ def _first_read(forward: Recorder, replay: Recorder, place: int | None) -> Read 
             break
         before, after = numbers[0][index], numbers[1][index]
         if then[index].signature != now[index].signature:
-            break
+            is_same = then[index].step == now[index].step
+            return now[index] if is_same and _is_same_operator(forward.steps, replay.steps, now[index].step) else None
         if before is not None and after is not None and difference(before, after, then[index].signature[1]):
             return now[index]
     return None
@@ -194,7 +200,9 @@ def _cause(
         tensor = outside.tensor()
         known = {id(one.tensor()) for one in forward.reads.values()}
         name = "a tensor from outside" if tensor is None else name_of(tensor, modules)
-        changed = "was changed since the forward" if id(tensor) in known else "is read in place of another one"
+        # One that is gone by now was put in the place of another, as the forward put it there.
+        is_same = tensor is not None and id(tensor) in known
+        changed = "was changed since the forward" if is_same else "is read in place of another one"
         causes.append(f"{name} {changed}")
     flags = [
         f"{type(module).__name__} was in {_mode(then)} in the forward and is in {_mode(now[1])}"
@@ -202,7 +210,7 @@ def _cause(
         if (now := replay.training.get(place)) is not None and now[1] != then and (module := reference()) is not None
     ]
     causes += flags[:2]
-    if not causes:
+    if outside is None and not flags:  # numbers may be drawn, and not matter
         causes += _rebound(forward, replay)[:2]
     if not causes:
         return "another branch was taken" if branched else None

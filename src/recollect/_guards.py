@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter, is_, is_not
 from typing import Any
@@ -27,7 +27,7 @@ from recollect import _errors
 from recollect._digest import copies, overwrite
 from recollect._inputs import versions_of
 from recollect._known import Known
-from recollect._record import Recorder
+from recollect._record import Recorder, Write
 from recollect._shards import are_one, source_of
 from recollect._torch import (
     PLAIN_TYPES,
@@ -49,17 +49,17 @@ Undo = Any
 class Training:
     """The modules of a function, and whether each was in training."""
 
-    __slots__ = ("_flags", "_modules")
+    __slots__ = ("_modules", "flags")
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self._modules = modules
-        self._flags = list(map(_training, modules))
+        self.flags = list(map(_training, modules))
 
     def restore(self) -> Undo | None:
         now = list(map(_training, self._modules))
-        if now == self._flags:
+        if now == self.flags:
             return None
-        self._put(self._flags)
+        self._put(self.flags)
         return partial(self._put, now)
 
     def _put(self, flags: list[bool]) -> None:
@@ -108,6 +108,56 @@ class Swapped:
             own[name] = tensor
 
 
+class Bindings:
+    """Which tensors the buffers of modules are: a function may put others in their place (`self.mean = ...`)."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._before = [(id(module), own, dict(own)) for module in modules for own in own_tensors(module)[1:]]
+
+    def changed(self) -> set[tuple[int, str]]:
+        """Where there are other tensors by now, by module and name."""
+        return {
+            (place, name)
+            for place, own, before in self._before
+            for name in {**before, **own}
+            if own.get(name, Bindings) is not before.get(name, Bindings)
+        }
+
+    def of(self, places: Collection[tuple[int, str]]) -> Rebound | None:
+        """Those at some places."""
+        found = [
+            (own, name, before.get(name, Bindings))
+            for module, own, before in self._before
+            for place, name in places
+            if place == module
+        ]
+        return Rebound(found) if found else None
+
+
+class Rebound:
+    """Buffers in whose place the forward put others, or that it made."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, before: list[tuple[dict[str, Any], str, Any]]) -> None:
+        self._before = before
+
+    def restore(self) -> Undo:
+        after = [(own, name, own.get(name, Bindings)) for own, name, _ in self._before]
+        self._put(self._before)
+        return partial(self._put, after)
+
+    @staticmethod
+    def _put(tensors: list[tuple[dict[str, Any], str, Any]]) -> None:
+        for own, name, tensor in tensors:
+            if tensor is Bindings:  # there was none
+                own.pop(name, None)
+            else:
+                own[name] = tensor
+
+
 class Buffers:
     """Tensors that a function changes in place, with what they held before, where the function reads that."""
 
@@ -120,11 +170,12 @@ class Buffers:
     @classmethod
     def of(cls, known: Known) -> Buffers | None:
         """As they are now, for a forward that is about to begin."""
-        if not known.writes:
+        if not known.writes and not known.unseen:
             return None
         references: list[Callable[[], Tensor | None]] = []
         before: list[Tensor | None] = []
-        for get, is_read in list(known.writes.values()):
+        unseen: list[tuple[Callable[[], Tensor | None], bool]] = [(one, True) for one in known.unseen]
+        for get, is_read in [*known.writes.values(), *unseen]:
             tensor = get()
             if tensor is not None:
                 references.append(weakref.ref(tensor))
@@ -160,8 +211,17 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def lasting(record: Recorder, modules: Sequence[torch.nn.Module]) -> list[tuple[Tensor, bool]]:
-    """What a recorded run changed, as tensors that will be there in the next one; with it, whether it must be put back.
+def put_back(writes: Sequence[Write]) -> None:
+    """Undo what a run that kept all of it has changed."""
+    overwrite([one.alias for one in writes], [one.before for one in writes if one.before is not None])
+    owners = [
+        (owner, one.version) for one in writes if (owner := one.tensor()) is not None and not owner.is_inference()
+    ]
+    put_versions([owner for owner, _ in owners], [version for _, version in owners])
+
+
+def lasting(record: Recorder, modules: Sequence[torch.nn.Module]) -> list[tuple[Tensor, Write]]:
+    """What a recorded run changed, as tensors that will be there in the next one, and how.
 
     What was changed may have been a `.data` or a view of a buffer: then it is the buffer, or what else was read there.
     """
@@ -176,8 +236,8 @@ def lasting(record: Recorder, modules: Sequence[torch.nn.Module]) -> list[tuple[
     for memory, write in record.writes.items():
         lives = write.tensor()
         owner = there.get(memory, lives) if lives is None or lives._base is None else lives
-        if owner is not None and not owner.requires_grad:
-            found.append((owner, write.is_read and write.matters))
+        if owner is not None and (owner.is_leaf or not owner.requires_grad):
+            found.append((owner, write))
     return found
 
 
@@ -245,10 +305,10 @@ class Leaves:
         # With those that are arguments, until the forward has ended.
         self.by_slot: dict[int, weakref.ref[Tensor]] = {}
 
-    def forward_ended(self, tensors: Sequence[Tensor], record: Recorder | None) -> None:
+    def forward_ended(self, tensors: Sequence[Tensor], record: Recorder | None) -> Mapping[int, Tensor]:
         """The versions that count are those after the forward: what it changes itself is its own affair.
 
-        The `tensors` of the arguments have a guard of their own.
+        The `tensors` of the arguments have a guard of their own. The other leaves that were saved are returned.
         """
         arguments = {id(one) for one in tensors} | {id(one._base) for one in tensors}
         saved = {slot: leaf for slot, one in self.by_slot.items() if (leaf := one()) is not None}
@@ -263,7 +323,7 @@ class Leaves:
         elif self._known.reads:
             read = [reference() for reference in self._known.reads]
             self._at_home = self._known.at_home()
-        leaves = {id(leaf): leaf for leaf in saved.values()}
+        leaves = those_saved = {id(leaf): leaf for leaf in saved.values()}
         if record is not None and record.changed:
             leaves = {key: leaf for key, leaf in leaves.items() if storage_key(leaf) not in record.changed}
         others = {}
@@ -283,6 +343,7 @@ class Leaves:
         if others:
             self._others = [weakref.ref(tensor) for tensor in others.values()]
             self._versions_of_others = versions_of(list(others.values()))
+        return those_saved
 
     def _there(self) -> list[Tensor]:
         """The watched leaves; no longer those that are gone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, repeat
 from operator import is_not, methodcaller
 from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
@@ -24,6 +24,7 @@ from recollect._inputs import Arguments
 from recollect._torch import (
     identities_of_own_tensors,
     in_functional_call,
+    keeps_running_statistics,
     own_tensors,
     parameters_at,
     process_groups,
@@ -34,6 +35,8 @@ Key = tuple[Any, ...]
 # What a reference refers to. (Python 3.10 has no `operator.call`.)
 _there: Callable[[weakref.ref[Any]], Any] = getattr(operator, "call", methodcaller("__call__"))
 _FEW = 100
+# How often leaves are looked for that a function may make itself, anew in every run.
+_FEW_LOOKS = 3
 
 
 class Known:
@@ -46,13 +49,21 @@ class Known:
         "_is_swapped",
         "_references",
         "_roots",
+        "_seen",
+        "_strange",
+        "_verified_in",
+        "familiar",
+        "flags",
         "gathers_are_known",
         "homes",
         "is_recorded",
         "looked",
+        "quiet",
         "reads",
+        "rebound",
         "step",
         "tree",
+        "unseen",
         "verified",
         "warned",
         "writes",
@@ -65,14 +76,26 @@ class Known:
         # A method of a whole model says little about what one of its layers calls: then what is called is learnt.
         self._is_large = len(tree) > _FEW
         self.tree = [weakref.ref(one) for one in (modules if self._is_large else tree.values())]
-        self.verified = False  # whether a replay was compared by value and found equal
+        self.verified = False  # whether a replay was compared by value and found equal, with modules in this mode
+        self.flags: list[bool] = []  # that mode: which of the modules are in training
+        self._verified_in: set[tuple[bool, ...]] = set()
         self.looked = 0  # how often it was looked whether it draws random numbers which are not preserved
         self.warned = False  # that it draws random numbers which are not preserved
         self.gathers_are_known = not process_groups  # whether modules in it gather their parameters for a replay alone
         self.is_recorded = False
         # What it reads from outside and does not change, in every call that was recorded.
         self.reads: list[weakref.ref[Tensor]] = []
-        # What it changes in place, from outside; with it, whether that is read too.
+        # Buffers of its modules that it was not seen to change.
+        self.quiet: list[weakref.ref[Tensor]] = []
+        # Buffers of those that no recorded run has called: what becomes of them is not known.
+        self.unseen: list[weakref.ref[Tensor]] = []
+        self._seen: set[Any] = set()  # the modules that were called, and where they have buffers that were read
+        # Where it puts buffers in the place of others.
+        self.rebound: set[tuple[int, str]] = set()
+        # Leaves that it was seen to save, by identity: who saves another one takes a way that was not recorded.
+        self.familiar: dict[int, weakref.ref[Tensor]] = {}
+        self._strange = 0  # how often one that it saved was made by itself
+        # What it changes in place, from outside; with it, whether what that held must be put back.
         self.writes: dict[Any, tuple[Callable[[], Tensor | None], bool]] = {}
         self._identities: list[int] = []  # of its parameters and buffers in the call before
         self._is_swapped = False  # whether those were there only for the time of that call
@@ -115,9 +138,21 @@ class Known:
         """The modules that the function belongs to."""
         return [module for reference in self._roots if (module := reference()) is not None]
 
+    def look_at_mode(self, flags: list[bool]) -> None:
+        """Take note of the mode of its modules: in another one it may do, and change, other things."""
+        if flags != self.flags:
+            self.flags = flags
+            self.verified = tuple(flags) in self._verified_in
+
+    def verify(self, flags: Iterable[bool]) -> None:
+        """A replay was found equal, of a forward with the modules in this mode."""
+        self._verified_in.add(tuple(flags))
+        self.verified = tuple(self.flags) in self._verified_in
+
     def verify_again(self) -> None:
         """Let it be compared by value again, the next time that it is run again."""
         self.verified = False
+        self._verified_in.clear()
         if self.step is not None:
             self.step.is_verified = False
 
@@ -126,10 +161,21 @@ class Known:
         tensors = [get() for get, is_read in self.writes.values() if not is_read]
         return frozenset(storage_key(tensor) for tensor in tensors if tensor is not None)
 
+    def takes_a_new_way(self, leaves: Mapping[int, Tensor]) -> bool:
+        """Whether these leaves, which a forward has saved, show that it did not do what was recorded."""
+        return not leaves.keys() <= self.familiar.keys() and self._strange < _FEW_LOOKS
+
+    def saves(self, leaves: Iterable[Tensor], *, made_here: bool = False) -> None:
+        """Take note of leaves that it saves; `made_here` if no replay could find them again."""
+        self._strange += made_here
+        for leaf in leaves:
+            place = id(leaf)
+            if place not in self.familiar:
+                self.familiar[place] = weakref.ref(leaf, functools.partial(_forget_leaf, weakref.ref(self), place))
+
     def learn(self, reads: list[Tensor], writes: list[tuple[Tensor, bool]], called: list[Module]) -> None:
         """Take over what a recorded forward has shown."""
-        before = {id(one) for one in self.modules()}
-        self.tree += [weakref.ref(module) for module in called if id(module) not in before]
+        self.learn_changes(writes, called, reads)
         if self.is_recorded:
             common = {id(tensor) for tensor in reads}
             self.reads = [one for one in self.reads if id(one()) in common]
@@ -143,27 +189,55 @@ class Known:
             for name, parameter in module.named_parameters(recurse=False)
             if id(parameter) in common
         ]
+
+    def learn_changes(self, writes: list[tuple[Tensor, bool]], called: list[Module], reads: list[Tensor]) -> None:
+        """Take over which modules a run has called, and what it has changed and read."""
+        before = {id(one) for one in self.modules()}
+        self.tree += [weakref.ref(module) for module in called if id(module) not in before]
         buffers = {
-            id(buffer): (module, name)
+            id(buffer): (module, name, buffer)
             for module in self.modules()
             for name, buffer in module.named_buffers(recurse=False)
         }
-        for tensor, is_read in writes:
+        # A batch norm that counts changes its statistics too: it shows in no version, and a replay may stop before.
+        norms = {buffers[id(tensor)][0] for tensor, _ in writes if id(tensor) in buffers}
+        norms = {one for one in norms if keeps_running_statistics(one)}
+        statistics = [(buffer, one.momentum is None) for one in norms for buffer in one.buffers(recurse=False)]
+        for tensor, is_read in chain(writes, statistics):
             home = buffers.get(id(tensor))
             # A buffer is known by its name: `model.to(...)` and others put another tensor in its place.
             place: Any = id(tensor) if home is None else (id(home[0]), home[1])
             is_read |= place in self.writes and self.writes[place][1]
+            # What was not read this time may be, later on. Batch norm's statistics: in another mode, and not changed.
+            is_read |= home is None or not keeps_running_statistics(home[0])
             if home is None:
                 get: Any = weakref.ref(tensor, functools.partial(_forget, weakref.ref(self), place))
             else:
                 get = functools.partial(_attribute, weakref.ref(home[0]), home[1])
             self.writes[place] = (get, is_read)
+        written = {id(get()) for get, _ in self.writes.values()}
+        quiet = [one for place, one in buffers.items() if place not in written]
+        self.quiet = [weakref.ref(buffer) for _, _, buffer in quiet]
+        read = set(map(id, reads))
+        self._seen.update(map(id, called))
+        self._seen.update((id(module), name) for module, name, buffer in quiet if id(buffer) in read)
+        self.unseen = [
+            weakref.ref(buffer)
+            for module, name, buffer in quiet
+            if self._seen.isdisjoint((id(module), (id(module), name)))
+        ]
 
 
 def _attribute(module: weakref.ref[Module], name: str) -> Tensor | None:
     owner = module()
     tensor: Tensor | None = None if owner is None else getattr(owner, name, None)
     return tensor
+
+
+def _forget_leaf(known: weakref.ref[Known], place: int, _: object) -> None:
+    there = known()
+    if there is not None:
+        there.familiar.pop(place, None)
 
 
 def _forget(known: weakref.ref[Known], place: int, _: object) -> None:

@@ -49,6 +49,7 @@ from recollect._torch import (
     process_groups,
     running_statistics,
     storage_key,
+    version_of,
     without_any_torch_function,
     written_arguments,
 )
@@ -93,15 +94,17 @@ class Read(NamedTuple):
 class Write:
     """A tensor from outside that an operator changed in place."""
 
-    __slots__ = ("alias", "before", "is_read", "matters", "tensor")
+    __slots__ = ("alias", "before", "is_read", "matters", "step", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, *, is_read: bool, matters: bool) -> None:
+    def __init__(self, tensor: Tensor, step: int, *, is_read: bool, matters: bool, keeps: bool) -> None:
         self.tensor = weakref.ref(tensor)
         self.alias = alias_of(tensor)  # over the same memory: what was changed may have been a `.data`, which is gone
         self.is_read = is_read  # by an operator that gives something else
         # Whether what it held before comes into what is read: it was read then, or it was changed rather than replaced.
         self.matters = is_read or matters
-        self.before: Tensor | None = copies([tensor])[0] if self.matters else None
+        self.before: Tensor | None = copies([tensor])[0] if self.matters or keeps else None
+        self.version = version_of(tensor)
+        self.step = step
 
 
 class Saved(NamedTuple):
@@ -116,11 +119,14 @@ class Recorder(OperatorMode):
     """Records what runs under it.
 
     Without `results` no more than is needed to compare what autograd saves, and to name the operators in between: what
-    is read and changed from outside is known by then.
+    is read and changed from outside is known by then. If it `keeps_all`, it has a copy of everything that is changed.
     """
 
-    def __init__(self, *, results: bool, ignored: frozenset[int] = frozenset()) -> None:
+    changes_of_weights = True  # whether a change in place of a leaf that needs grad is one of state
+
+    def __init__(self, *, results: bool, ignored: frozenset[int] = frozenset(), keeps_all: bool = False) -> None:
         super().__init__()
+        self._keeps_all = keeps_all
         self.ignored = ignored  # memory that the function changes, and on which nothing depends
         self.called_from = call_site(sys._getframe(1))
         self.call = 0  # the identity of the Python frame where the region begins, if it is a module's own call
@@ -197,6 +203,18 @@ class Recorder(OperatorMode):
         """Whether the memory of a tensor came to be in this run."""
         return storage_key(tensor) in self._made
 
+    def made_and_changed(self) -> set[int]:
+        """The memory that came to be in this run and was changed in place then."""
+        return self._made.intersection(memory for _, memory in self._changes)
+
+    def read(self) -> list[Tensor]:
+        """What operators were given from outside."""
+        return [tensor for one in self.reads.values() if (tensor := one.tensor()) is not None]
+
+    def called(self) -> list[torch.nn.Module]:
+        """The modules whose calls were seen."""
+        return [module for reference, _ in self.training.values() if (module := reference()) is not None]
+
     def ended(self) -> None:
         """The function has come to its end, or was stopped."""
         with without_any_torch_function():
@@ -213,7 +231,8 @@ class Recorder(OperatorMode):
             elif not write.is_read or not write.matters:
                 # Nothing depends on what it held, so neither need it be put back nor does it count as different.
                 # (Batch norm saves its running statistics and does not use them.)
-                write.before = None
+                if not self._keeps_all:
+                    write.before = None
                 self.reads = {
                     key: one._replace(digest=None) if one.memory == place else one for key, one in self.reads.items()
                 }
@@ -347,15 +366,20 @@ class Recorder(OperatorMode):
                 values = digest(owner) if self.results else None
                 self.reads[id(owner)] = Read(weakref.ref(owner), signature(owner), values, len(self.steps), key)
             if id(tensor) in written:
-                if key not in self.writes and not owner.requires_grad:
+                if key not in self.writes and self._is_state(owner):
                     replaces = tensor is owner and overwrites(operator) and id(tensor) not in is_also_read
                     is_read = key in self._values_read or gives_more(operator)
-                    self.writes[key] = Write(owner, is_read=is_read, matters=not replaces)
+                    self.writes[key] = Write(
+                        owner, len(self.steps), is_read=is_read, matters=not replaces, keeps=self._keeps_all
+                    )
                 self.changed.add(key)
             elif not gives_views(operator):
                 self._values_read.add(key)
                 if key in self.writes:
                     self.writes[key].is_read = True
+
+    def _is_state(self, owner: Tensor) -> bool:
+        return not owner.requires_grad or (self.changes_of_weights and owner.is_leaf)
 
     # --- Where, and what could be seen from there ---
 

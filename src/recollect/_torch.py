@@ -880,6 +880,11 @@ def running_statistics(operator: Any, args: Sequence[Any], kwargs: dict[str, Any
     return found
 
 
+def keeps_running_statistics(module: torch.nn.Module) -> bool:
+    """Whether it is a batch norm, or an instance norm, of torch's. 2.11 to 2.15."""
+    return isinstance(module, torch.nn.modules.batchnorm._NormBase)
+
+
 def gives_views(operator: Any) -> bool:
     """Whether an operator's result is a view of its argument, said or unsaid."""
     schema = getattr(operator, "_schema", None)

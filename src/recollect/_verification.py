@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,12 +21,25 @@ from recollect import _errors
 from recollect._ambient import Part
 from recollect._differences import Finding, Unequal, explain, first_unequal
 from recollect._generators import Probe
-from recollect._guards import Buffers, Gathers, Leaves, Reading, Swapped, Training, lasting, name_of, swapping
-from recollect._inputs import Arguments, find_tensors
+from recollect._guards import (
+    Bindings,
+    Buffers,
+    Gathers,
+    Leaves,
+    Reading,
+    Swapped,
+    Training,
+    lasting,
+    name_of,
+    put_back,
+    swapping,
+)
+from recollect._inputs import Arguments, find_tensors, versions_of
 from recollect._known import Known, known_of
 from recollect._optimizers import Steps, stepped_among, stepped_since
 from recollect._record import Recorder
-from recollect._torch import can_be_recorded, level_of_user_code, without_any_torch_function
+from recollect._shards import is_gathered
+from recollect._torch import can_be_recorded, level_of_user_code, storage_key, without_any_torch_function
 
 
 class Inspection(NamedTuple):
@@ -36,6 +49,11 @@ class Inspection(NamedTuple):
     reading: Reading | None  # of what was changed since the forward, if anything was
     probe: Probe | None  # if it matters whether it draws random numbers
     put_back: set[int]  # the memory of the buffers that are changed again when it has ended
+    learns: bool  # what it changes besides, which is put back too
+
+    def memory_that_changes_again(self) -> set[int]:
+        """The memory of all that is put back when the replay has ended."""
+        return self.put_back.union(self.recorder.writes) if self.learns and self.recorder is not None else self.put_back
 
 
 class Verification:
@@ -49,6 +67,15 @@ class Verification:
     _drawn: Sequence[str] = ()
     _is_swapped = False
     _restores_buffers = False
+    _flags: Sequence[bool] = ()  # the mode of the function's modules
+    _bindings: Bindings | None = None  # of the buffers of those modules, until the forward has ended
+    _quiet: Sequence[Tensor] = ()  # what the function is not known to change, until the forward has ended
+    _versions: Sequence[int] = ()  # of that
+    # Whether the forward did what no recorded one has done: its replay shows what that changes.
+    _is_new = False
+    _new_leaves: Sequence[weakref.ref[Tensor]] = ()
+    # Whether the forward made buffers and changed them: the next one may do other things.
+    _made_buffers = False
 
     def __init__(self, function: Callable[..., Any], known: Known, tensors: Sequence[Tensor], options: Any) -> None:
         self._function = function
@@ -59,7 +86,10 @@ class Verification:
         self._steps = Steps.count
         if known.tree:
             modules = known.modules()
-            self.state = (Training(modules),)
+            training = Training(modules)
+            self._flags = training.flags
+            known.look_at_mode(training.flags)
+            self.state = (training,)
             self._is_swapped = known.is_swapped(modules, putting=swapping.replays > 0)
             if self._is_swapped:
                 self.state += (Swapped(modules),)
@@ -83,6 +113,14 @@ class Verification:
         """Take note of what the forward has shown."""
         arguments, self._arguments = self._arguments, ()  # not this guard's to keep
         record = self.record
+        if self._quiet:
+            now = versions_of(self._quiet)
+            self._is_new = now != self._versions
+            if self._is_new:
+                pairs = zip(self._quiet, self._versions, now, strict=True)
+                changed = [(tensor, True) for tensor, before, after in pairs if before != after]
+                self._known.learn_changes(changed, [], [])
+            self._quiet = ()
         if record is None and self.probe is None and self.leaves is None and not self._known.reads:
             return
         if self.leaves is None:
@@ -94,20 +132,58 @@ class Verification:
             if record is not None and record.results:
                 self._learn(record, self.leaves, arguments)
             else:
-                self.leaves.forward_ended(arguments, None)
+                self._look_at_leaves(self.leaves.forward_ended(arguments, None))
         if record is not None:
             record.ended()
 
     def _learn(self, record: Recorder, leaves: Leaves, arguments: Sequence[Tensor]) -> None:
         known = self._known
-        leaves.forward_ended(arguments, record)
+        is_first = not known.is_recorded
+        known.saves(leaves.forward_ended(arguments, record).values())
+        read = leaves.read()
+        known.saves(one for one in read if one.requires_grad)
+        made = record.made_and_changed()
         record.ended()
-        known.learn(
-            leaves.read(),
-            lasting(record, known.roots()),
-            [module for reference, _ in record.training.values() if (module := reference()) is not None],
-        )
+        known.learn(read, self._changes(record), record.called())
+        if self._bindings is not None:
+            known.rebound = self._bindings.changed()
+            self._restore_bindings(self._bindings)
+        modules = known.modules()
+        self._flags = [module.training for module in modules]
+        known.look_at_mode(self._flags)
         self.restore(Buffers.recorded(record))
+        buffers = [one for module in modules for one in module.buffers(recurse=False) if storage_key(one) in made]
+        if buffers and is_first:
+            self._made_buffers = True
+            self.restore(Buffers([weakref.ref(one) for one in buffers], [None] * len(buffers)))
+
+    def _changes(self, record: Recorder) -> list[tuple[Tensor, bool]]:
+        return [(tensor, write.is_read) for tensor, write in lasting(record, self._known.roots())]
+
+    def bind(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Notice which buffers the forward puts in the place of others, or restore those that it is known to."""
+        bindings = Bindings(modules)
+        if self.record is not None and self.record.results:
+            self._bindings = bindings
+        else:
+            self._restore_bindings(bindings)
+
+    def _restore_bindings(self, bindings: Bindings) -> None:
+        part = bindings.of(self._known.rebound)
+        if part is not None:
+            self.state += (part,)
+
+    def watch(self, quiet: Sequence[Tensor]) -> None:
+        """Notice if the forward changes one of these."""
+        self._quiet, self._versions = quiet, versions_of(quiet)
+
+    def _look_at_leaves(self, leaves: Mapping[int, Tensor]) -> None:
+        known = self._known
+        if known.is_recorded and self._options.determinism_check != "default" and known.takes_a_new_way(leaves):
+            new = [leaf for place, leaf in leaves.items() if place not in known.familiar]
+            # What is gathered from shards may be another tensor each time.
+            self._new_leaves = [weakref.ref(leaf) for leaf in new if not is_gathered(leaf)]
+            self._is_new = self._is_new or bool(self._new_leaves)
 
     def _look_at_generators(self, probe: Probe) -> None:
         moved, preserved = probe.moved(), self._options.preserve_rng_state
@@ -126,6 +202,7 @@ class Verification:
         stepped = self._stepped(arguments) if Steps.count != self._steps else ()
         if (
             self.record is None
+            and not self._is_new
             and not self._drawn
             and not self._restores_buffers
             and not stepped
@@ -135,11 +212,17 @@ class Verification:
         if leaves is not None:
             self._check(leaves, region)
         record = self.record if compares else None
+        recorder = None
+        if self._is_new:
+            recorder = Recorder(results=True, keeps_all=True)
+        elif record is not None:
+            recorder = Recorder(results=record.results, ignored=record.ignored)
         return Inspection(
-            None if record is None else Recorder(results=record.results, ignored=record.ignored),
+            recorder,
             self._suspects(stepped),
             self._probe_for_replay(),
             self._memory_put_back(),
+            self._is_new,
         )
 
     def _check(self, leaves: Leaves, region: Callable[[], str]) -> None:
@@ -182,10 +265,37 @@ class Verification:
         with without_any_torch_function():
             return {key for part in buffers for key in part.memory()}
 
+    def put_back(self, inspection: Inspection) -> None:
+        """Put back what a replay has changed and nobody knew that it would."""
+        recorder = inspection.recorder
+        if recorder is not None and inspection.learns:
+            with without_any_torch_function():
+                put_back([one for memory, one in recorder.writes.items() if memory not in inspection.put_back])
+
+    def _take_over(self, region: Callable[[], str], recorder: Recorder, known_before: Container[int]) -> None:
+        """Learn from a replay what its forward changed; raise if it has read what was changed."""
+        known, self._is_new = self._known, False
+        read = set(map(id, recorder.read()))
+        new = [leaf for one in self._new_leaves if (leaf := one()) is not None]
+        known.saves(new, made_here=bool(new) and read.isdisjoint(map(id, new)))
+        changes = self._changes(recorder)
+        known.learn_changes(changes, recorder.called(), recorder.read())
+        if changes:
+            self.restore(Buffers([weakref.ref(tensor) for tensor, _ in changes], [None] * len(changes)))
+        for memory, write in recorder.writes.items():
+            if write.is_read and write.matters and memory not in known_before:
+                known.verify_again()
+                owner = write.tensor()
+                what = name_of(write.alias if owner is None else owner, known.roots())
+                step = recorder.steps[write.step]
+                raise _errors.began_to_change(region(), what, str(step.operator), step.where)
+
     def inspected(self, region: Callable[[], str], inspection: Inspection) -> None:
         """Raise, or warn, about what was found in a replay that has ended."""
         if inspection.recorder is not None:
             inspection.recorder.ended()
+            if inspection.learns:
+                self._take_over(region, inspection.recorder, inspection.put_back)
         if inspection.probe is not None and (moved := inspection.probe.moved()):
             self._has_drawn(region(), moved)
         if inspection.reading is not None and inspection.reading.found is not None:
@@ -231,8 +341,8 @@ class Verification:
         if self.record is None:
             return None
         unequal = first_unequal(self.record, record, alive, dtypes)
-        if unequal is None:
-            self._known.verified = True
+        if unequal is None and not self._made_buffers:
+            self._known.verify(self._flags)
         return unequal
 
     def explain(self, record: Recorder | None, slot: int | None = None, *, stopped: bool = False) -> Finding | None:
@@ -269,8 +379,13 @@ def begin(
     verification = Verification(function, known, tensors, options)
     if not options.is_plain:
         _look_closer(verification, known, arguments, options, following=following)
-    if known.writes and (verification.record is None or not verification.record.results):
+    learns = verification.record is not None and verification.record.results
+    if (known.writes or known.unseen) and not learns:
         verification.restore(Buffers.of(known))
+    if known.rebound or learns:
+        verification.bind(known.modules())
+    if known.quiet and not learns and check != "default":
+        verification.watch([tensor for one in known.quiet if (tensor := one()) is not None])
     return verification
 
 

@@ -109,6 +109,8 @@ def leads_to(tensors: Iterable[Tensor], first: int) -> tuple[list[Tensor], list[
 class Looking(Recorder):
     """Sees what a step reads and changes from outside, without a look at values."""
 
+    changes_of_weights = False
+
     def __init__(self) -> None:
         super().__init__(results=False)
         self.edges: dict[Edge, Tensor] = {}  # those with a history
@@ -139,7 +141,7 @@ class Looking(Recorder):
             self.ended()
             for memory in own:
                 self.writes.pop(memory, None)
-            return lasting(self, modules)
+            return [(tensor, write.is_read and write.matters) for tensor, write in lasting(self, modules)]
 
 
 class ReadingValues(Reading):

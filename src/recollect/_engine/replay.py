@@ -243,8 +243,10 @@ def run_replay(frame: Frame, arguments: Arguments, only: int | None = None) -> R
             if replay.stop is not None:
                 # Both hold the frames that hold it: the context is an exception in whose handler it was raised.
                 replay.stop.__traceback__ = replay.stop.__context__ = None
-            if inspection is not None and inspection.put_back:
-                _copy_what_changes_again(replay, inspection.put_back)
+            if inspection is not None and verification is not None:
+                if memory := inspection.memory_that_changes_again():
+                    _copy_what_changes_again(replay, memory)
+                undo.append(partial(verification.put_back, inspection))
             try:
                 take_off(hook)
                 here.scope = around

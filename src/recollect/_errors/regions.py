@@ -41,7 +41,9 @@ def saved_tensor_changed(
     region: str, index: int, tensor: Tensor, node: object, details: str, change: tuple[str, str | None] | None
 ) -> CheckpointError:
     operator = f"that {describe_node(node)} saved " if node is not None else ""
-    by = "" if change is None else f" It was changed by {change[0]}, at {change[1]}."
+    by = ""
+    if change is not None:
+        by = f" It was changed by {change[0]}, at {change[1] or 'no line of user code'}."
     error = SavedTensorChangedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"the tensor {operator}({describe_tensor(tensor)}, saved tensor {index} of the checkpointed region {region}). "
@@ -176,6 +178,18 @@ def weight_replaced(region: str, then: str, now: str | None) -> CheckpointError:
         "compute with other values, and the gradients would not belong to the outputs. Run backward first"
     )
     error.cause = f"{then} was replaced since the forward"
+    return error
+
+
+def began_to_change(region: str, what: str, operator: str, where: str | None) -> CheckpointError:
+    error = CheckpointError(
+        f"the checkpointed region {region} reads {what} and changes it in place ({operator}, at "
+        f"{where or 'no line of user code'}), and did not in the forward that was looked at: what it held before this "
+        "forward was not kept, so that a replay cannot start from there. Where a function begins to do other things, "
+        "call recollect.verify_again() before. The gradients of this step are lost, and nothing was changed twice"
+    )
+    error.operator, error.where = operator, where
+    error.cause = f"{what} is changed in place for the first time since the function was verified"
     return error
 
 
