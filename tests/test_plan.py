@@ -80,8 +80,17 @@ def convolutions():
     return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1)), torch.randn(2, 3, 32, 32), None
 
 
+def other_names():
+    """Parts of blocks are known by another name first."""
+    model, batch, step = gpt()
+    parts = nn.ModuleList(layer.mlp for layer in model.layers)
+    model._modules = {"parts": parts, **model._modules}
+    return model, batch, step
+
+
 MODELS = {
     "gpt": gpt,
+    "other names": other_names,
     "unet": unet,
     "shared": shared,
     "encoder and decoder": encoder_and_decoder,

@@ -724,6 +724,15 @@ def test_what_blocks_share_is_not_decided_for_one_of_them():
     assert not any(part.startswith("mlp") for part in decided)
 
 
+def test_a_plan_that_is_applied_goes_by_its_name(written):
+    model, data = written
+    plan = Plan.from_dict(json.loads(json.dumps(data)))
+    with plan.apply(model) as handle:
+        assert "by the plan for Stack" in str(handle)
+        with pytest.raises(ValueError, match=r"is decided already, by the plan for Stack .* and now by the plan for"):
+            plan.apply(model)
+
+
 class Outputs(collections.OrderedDict):
     """Like those of transformers: a dict with attributes."""
 

@@ -20,7 +20,7 @@ from recollect import _errors, report
 from recollect._bench import Mark
 from recollect._plan_data import encode, read
 from recollect._sizes import human
-from recollect._tried import full_names
+from recollect._tried import by_module, full_names
 from recollect.modules import Handle, apply
 from recollect.policy import Decision, Offload, Recompute
 from recollect.profile import Profile
@@ -123,11 +123,7 @@ class Plan:
         missing = [name for name in decisions if name not in there]
         if missing:
             raise _errors.plan_of_another_model(self.model, [f"has no module {name}" for name in missing])
-
-        def by_the_plan(name: str, module: Module) -> Decision | None:
-            return decisions.get(name)
-
-        return apply(model, by_the_plan, **options)
+        return apply(model, by_module(model, decisions, f"the plan for {self.model}"), **options)
 
     def _check(self, model: Module) -> None:
         now = shapes_of(model)
