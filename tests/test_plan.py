@@ -20,6 +20,7 @@ from recollect._calls import find_blocks, watch_calls
 from recollect._meters import GPUS, RealClock, StorageMeter, gpu_of, operator_seconds
 from recollect._plan_data import decode, encode
 from recollect._problem import peak
+from recollect._stores.chosen import _stores
 from recollect._tried import decided
 from recollect.profile import Profile, measure
 from tools import CountOperators, ambient_state
@@ -369,6 +370,16 @@ def test_blocks_are_offloaded_where_there_is_a_place(tmp_path):
     assert recollect.offload_stats().bytes_out > before.bytes_out
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_plans_of_all_sizes_offload_to_the_same_files(tmp_path):
+    where = Offload(to="disk", directory=str(tmp_path), min_bytes=0)
+    before, ways = set(_stores), set()
+    for budget in ("80%", "60%"):
+        *_, plan = plan_of("gpt", budget=budget, allow="offload", offload=where)
+        ways |= set(plan.decisions().values())
+    assert len(ways) == 1
+    assert set(_stores) - before == ways
 
 
 def test_what_may_be_decided_is_checked():
