@@ -372,6 +372,16 @@ def test_blocks_are_offloaded_where_there_is_a_place(tmp_path):
         assert torch.equal(one, other)
 
 
+def test_where_blocks_are_offloaded_to_is_made_if_it_is_not_there(tmp_path):
+    where = Offload(to="disk", directory=tmp_path / "new" / "place", min_bytes=0)
+    *_, plan = plan_of("gpt", budget="80%", allow="offload", offload=where)
+    assert plan.decisions()
+    (tmp_path / "file").write_text("")
+    where = dataclasses.replace(where, directory=tmp_path / "file")
+    with pytest.raises(OSError, match=f"could not offload .* to a file in {tmp_path}/file: it is not a directory"):
+        plan_of("gpt", budget="80%", allow="offload", offload=where)
+
+
 def test_plans_of_all_sizes_offload_to_the_same_files(tmp_path):
     where = Offload(to="disk", directory=str(tmp_path), min_bytes=0)
     before, ways = set(_stores), set()

@@ -26,8 +26,8 @@ from recollect.policy import Decision, Offload, Recompute
 from recollect.profile import Profile
 
 _VERSION = 1
-# Bytes that nobody has. The plan knows how much is on its way, so all of it may be at once; and it is the same number
-# in all plans, because each kind of `Offload` has memory, files and threads of its own for as long as the process lives.
+# Bytes that nobody has: the plan knows how much is on its way, so all of it may be at once. The same number in all
+# plans, because every kind of `Offload` has memory, files and threads of its own for as long as the process lives.
 _UNBOUNDED = 2**50
 
 

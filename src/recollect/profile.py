@@ -30,10 +30,11 @@ from recollect._alone import measure_kind
 from recollect._bench import BACKWARD, FORWARD, START, Bench, Mark
 from recollect._calls import BackwardInsideError, Call, find_blocks, take_samples, watch_calls
 from recollect._failures import IN_PLACE, Failure
-from recollect._meters import link_of
+from recollect._meters import LINK_BYTES, link_of
 from recollect._options import KEEP, RECOMPUTE, Kind, Option
 from recollect._problem import Block, Choice, Link, Moment, Problem
 from recollect._ranks import worst
+from recollect._stores.files import Files, not_written
 from recollect._tried import attempt, decided
 from recollect.policy import Decision, Offload
 
@@ -305,5 +306,11 @@ def _recomputed(bench: Bench, profile: Profile) -> Profile:
 def _link(bench: Bench, offload: Offload) -> tuple[float, float]:
     if bench.gpu is not None:
         return bench.gpu.link, bench.gpu.link
-    directory = None if offload.directory is None else os.fspath(offload.directory)
-    return link_of(bench.device, offload.to, directory)
+    if offload.to == "cpu":
+        return link_of(bench.device, "cpu", None)
+    files = Files(None if offload.directory is None else os.fspath(offload.directory))
+    try:
+        files.prepare()
+        return link_of(bench.device, "disk", files.directory)
+    except OSError as error:
+        raise not_written(files.directory, LINK_BYTES, error) from error
