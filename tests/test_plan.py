@@ -468,6 +468,7 @@ def test_decisions_as_data():
         again = decode(json.loads(json.dumps(encode(decision))))
         assert type(again) is type(decision)
         assert encode(again) == encode(decision)
+    assert decode({"decision": "recompute", "keep": {}}) == Recompute()
     with pytest.raises(TypeError, match="call by call"):
         encode(Recompute(policy=recollect.policies.save_matmuls))
     with pytest.raises(ValueError, match="decision must be one of"):

@@ -891,7 +891,9 @@ def places(value, path=()):
         yield from places(part, (*path, key))
 
 
-@pytest.mark.parametrize("wrong", [-1, "x", [["x"]], {"a": 1}, True, float("nan"), None])
+@pytest.mark.parametrize(
+    "wrong", [-1, "x", [["x"]], {"a": 1}, True, float("nan"), None, pytest.param(10**400, id="huge")]
+)
 def test_no_value_in_a_file_is_taken_on_trust(written, wrong):
     model, data = written
     data = json.loads(json.dumps(data))
