@@ -206,6 +206,24 @@ def test_what_is_predicted_for_every_way_to_treat_the_blocks_is_what_comes_out(n
         assert got == pytest.approx(peak(problem, chosen)[0], rel=0.06), ways
 
 
+def test_a_block_by_itself_is_in_the_mode_in_which_the_step_called_it():
+    model, batch, _ = gpt()
+
+    def in_evaluation(model, text):
+        model.eval()
+        loss = next_word(model, text)
+        model.train()
+        return loss
+
+    kept = []
+    for step in (in_evaluation, next_word):
+        profile = measure(Bench(model, batch, step, None), repeats=1)
+        kept.append([profile.option(number, 0).kept for number in range(len(profile.blocks))])
+        assert model.layers[0].training is (step is in_evaluation)
+        model.eval()
+    assert kept[0] == kept[1]
+
+
 def test_more_can_be_recomputed_for_less_memory():
     model, batch, step = gpt()
     profile = measure(Bench(model, batch, step, None), repeats=1)
