@@ -206,6 +206,14 @@ def test_what_is_predicted_for_every_way_to_treat_the_blocks_is_what_comes_out(n
         assert got == pytest.approx(peak(problem, chosen)[0], rel=0.06), ways
 
 
+def test_an_input_that_its_maker_saves_costs_a_block_nothing():
+    model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1))))
+    batch = torch.randn(256, 64)
+    plan = recollect.plan(model, batch, budget="80%", repeats=1)
+    assert plan.decisions() == {str(number): Recompute() for number in plan.decisions()}
+    assert {type(model.get_submodule(name)) for name in plan.decisions()} == {nn.Dropout}
+
+
 def test_a_block_by_itself_is_in_the_mode_in_which_the_step_called_it():
     model, batch, _ = gpt()
 

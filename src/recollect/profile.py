@@ -193,7 +193,8 @@ def measure(
             raise _errors.nothing_to_decide(type(bench.model).__name__)
         shared = _shared_parts(blocks)
         uses = Counter(one for block in blocks for one in set(block.inputs))
-        lives_on = [tuple(one in there or uses[one] > 1 for one in block.inputs) for block in blocks]
+        results = {one for block in blocks for one in block.saved if one not in block.inputs}  # which their makers hold
+        lives_on = [tuple(one in there or uses[one] > 1 or one in results for one in block.inputs) for block in blocks]
         alike: dict[object, list[int]] = {}
         for number, block in enumerate(blocks):
             alike.setdefault((block.kind(), lives_on[number], shared[number]), []).append(number)
