@@ -20,6 +20,7 @@ from recollect._calls import find_blocks, watch_calls
 from recollect._meters import GPUS, RealClock, StorageMeter, gpu_of, operator_seconds
 from recollect._plan_data import decode, encode
 from recollect._problem import peak
+from recollect._stores.chosen import _stores
 from recollect._tried import decided
 from recollect.profile import Profile, measure
 from tools import CountOperators, ambient_state
@@ -80,8 +81,17 @@ def convolutions():
     return nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1)), torch.randn(2, 3, 32, 32), None
 
 
+def other_names():
+    """Parts of blocks are known by another name first."""
+    model, batch, step = gpt()
+    parts = nn.ModuleList(layer.mlp for layer in model.layers)
+    model._modules = {"parts": parts, **model._modules}
+    return model, batch, step
+
+
 MODELS = {
     "gpt": gpt,
+    "other names": other_names,
     "unet": unet,
     "shared": shared,
     "encoder and decoder": encoder_and_decoder,
@@ -194,6 +204,32 @@ def test_what_is_predicted_for_every_way_to_treat_the_blocks_is_what_comes_out(n
             bench.train()
             got = max(mark.peak for mark in bench.weigh(modules))
         assert got == pytest.approx(peak(problem, chosen)[0], rel=0.06), ways
+
+
+def test_an_input_that_its_maker_saves_costs_a_block_nothing():
+    model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1))))
+    batch = torch.randn(256, 64)
+    plan = recollect.plan(model, batch, budget="80%", repeats=1)
+    assert plan.decisions() == {str(number): Recompute() for number in plan.decisions()}
+    assert {type(model.get_submodule(name)) for name in plan.decisions()} == {nn.Dropout}
+
+
+def test_a_block_by_itself_is_in_the_mode_in_which_the_step_called_it():
+    model, batch, _ = gpt()
+
+    def in_evaluation(model, text):
+        model.eval()
+        loss = next_word(model, text)
+        model.train()
+        return loss
+
+    kept = []
+    for step in (in_evaluation, next_word):
+        profile = measure(Bench(model, batch, step, None), repeats=1)
+        kept.append([profile.option(number, 0).kept for number in range(len(profile.blocks))])
+        assert model.layers[0].training is (step is in_evaluation)
+        model.eval()
+    assert kept[0] == kept[1]
 
 
 def test_more_can_be_recomputed_for_less_memory():
@@ -362,6 +398,26 @@ def test_blocks_are_offloaded_where_there_is_a_place(tmp_path):
         assert torch.equal(one, other)
 
 
+def test_where_blocks_are_offloaded_to_is_made_if_it_is_not_there(tmp_path):
+    where = Offload(to="disk", directory=tmp_path / "new" / "place", min_bytes=0)
+    *_, plan = plan_of("gpt", budget="80%", allow="offload", offload=where)
+    assert plan.decisions()
+    (tmp_path / "file").write_text("")
+    where = dataclasses.replace(where, directory=tmp_path / "file")
+    with pytest.raises(OSError, match=f"could not offload .* to a file in {tmp_path}/file: it is not a directory"):
+        plan_of("gpt", budget="80%", allow="offload", offload=where)
+
+
+def test_plans_of_all_sizes_offload_to_the_same_files(tmp_path):
+    where = Offload(to="disk", directory=str(tmp_path), min_bytes=0)
+    before, ways = set(_stores), set()
+    for budget in ("80%", "60%"):
+        *_, plan = plan_of("gpt", budget=budget, allow="offload", offload=where)
+        ways |= set(plan.decisions().values())
+    assert len(ways) == 1
+    assert set(_stores) - before == ways
+
+
 def test_what_may_be_decided_is_checked():
     model, batch, step = gpt()
     with pytest.raises(ValueError, match="allow must be one of"):
@@ -438,6 +494,7 @@ def test_decisions_as_data():
         again = decode(json.loads(json.dumps(encode(decision))))
         assert type(again) is type(decision)
         assert encode(again) == encode(decision)
+    assert decode({"decision": "recompute", "keep": {}}) == Recompute()
     with pytest.raises(TypeError, match="call by call"):
         encode(Recompute(policy=recollect.policies.save_matmuls))
     with pytest.raises(ValueError, match="decision must be one of"):

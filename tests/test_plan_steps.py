@@ -724,6 +724,15 @@ def test_what_blocks_share_is_not_decided_for_one_of_them():
     assert not any(part.startswith("mlp") for part in decided)
 
 
+def test_a_plan_that_is_applied_goes_by_its_name(written):
+    model, data = written
+    plan = Plan.from_dict(json.loads(json.dumps(data)))
+    with plan.apply(model) as handle:
+        assert "by the plan for Stack" in str(handle)
+        with pytest.raises(ValueError, match=r"is decided already, by the plan for Stack .* and now by the plan for"):
+            plan.apply(model)
+
+
 class Outputs(collections.OrderedDict):
     """Like those of transformers: a dict with attributes."""
 
@@ -882,7 +891,9 @@ def places(value, path=()):
         yield from places(part, (*path, key))
 
 
-@pytest.mark.parametrize("wrong", [-1, "x", [["x"]], {"a": 1}, True, float("nan"), None])
+@pytest.mark.parametrize(
+    "wrong", [-1, "x", [["x"]], {"a": 1}, True, float("nan"), None, pytest.param(10**400, id="huge")]
+)
 def test_no_value_in_a_file_is_taken_on_trust(written, wrong):
     model, data = written
     data = json.loads(json.dumps(data))

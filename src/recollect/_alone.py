@@ -62,6 +62,7 @@ class _Alone:
         self._gather()
         undo: list[Any] = []
         self._sample.around.restore(undo)
+        undo += filter(None, [self._sample.modes.restore()])
         try:
             result = self._sample.module(*args, **kwargs)
         finally:

@@ -27,6 +27,7 @@ from recollect import _errors
 from recollect._ambient import Ambient
 from recollect._decided import why_not
 from recollect._engine.pinned import is_recomputing
+from recollect._guards import Training
 from recollect._inputs import Arguments, find_tensors, rebuild
 from recollect._torch import storage_key
 
@@ -48,6 +49,7 @@ class Call:
     signature: tuple[Any, ...] = ()
     inputs: tuple[int, ...] = ()  # the memory of its arguments, in order
     number: int = 0  # among the calls of the module
+    is_training: bool = True  # which the step may change after the call
     parts: list[Call] = field(default_factory=list)
     saved: dict[int, int] = field(default_factory=dict)  # the memory that autograd saves in it, and bytes
     shapes: list[Any] = field(default_factory=list)  # of what is saved, in order
@@ -60,7 +62,7 @@ class Call:
     def kind(self) -> tuple[Any, ...]:
         """Equal for calls that cannot be told apart."""
         weights = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in self.module.named_parameters())
-        return type(self.module), weights, self.module.training, self.signature, tuple(self.shapes)
+        return type(self.module), weights, self.is_training, self.signature, tuple(self.shapes)
 
 
 class Memory:
@@ -140,7 +142,7 @@ def watch_calls(
         given = tuple(map(memory, find_tensors(*arguments)[0]))
         number = counts[id(module)]
         counts[id(module)] += 1
-        call = Call(names[id(module)], module, open_calls[-1], signature_of(arguments), given, number)
+        call = Call(names[id(module)], module, open_calls[-1], signature_of(arguments), given, number, module.training)
         open_calls[-1].parts.append(call)
         open_calls.append(call)
         since_backward.append(call)
@@ -258,6 +260,7 @@ class Sample:
     arguments: Arguments
     shared: frozenset[int]  # identities of tensors among them that live on whatever becomes of the block
     around: Ambient
+    modes: Training
 
     def fresh(self) -> Arguments:
         """Arguments as a step gives them: results of others, which nobody else holds."""
@@ -318,4 +321,4 @@ def _sample(module: Module, arguments: Arguments, lives_on: Sequence[bool]) -> S
     held: dict[int, Tensor] = {id(one): one.detach().requires_grad_(one.requires_grad) for one in tensors}
     shared = {id(held[id(one)]) for one, lives in zip(tensors, lives_on, strict=True) if lives}
     kept: Arguments = rebuild(arguments, Tensor, lambda tensor: held[id(tensor)])
-    return Sample(module, kept, frozenset(shared), around)
+    return Sample(module, kept, frozenset(shared), around, Training(list(module.modules())))

@@ -196,9 +196,12 @@ class RealClock:
         return (time.perf_counter() - start) / times
 
 
+LINK_BYTES = 2**27  # that are moved to see how fast a link is
+
+
 def link_of(device: torch.device, to: str, directory: str | None) -> tuple[float, float]:
     """Bytes per second from a device to where `Offload` puts them, and back."""
-    size = 2**27
+    size = LINK_BYTES
     clock = RealClock(device)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     if to == "cpu":

@@ -68,16 +68,14 @@ def _decode_recompute(where: str, inputs: Any = None, keep: Any = None) -> Recom
     offload = None if inputs is None else decode(inputs, f"{where}.inputs")
     if offload is not None and not isinstance(offload, Offload):
         raise ValueError(f"inputs are offloaded, got {offload!r}")
-    policy = None
-    if keep is not None:
-        calls = read(Mapping[str, tuple[int, ...]], keep, f"{where}.keep")
-        policy = keep_calls(
-            {operator_from_name(name): ByCall(dict.fromkeys(each, SaveOrCopy())) for name, each in calls.items()}
-        )
-    return Recompute(policy=policy, inputs=offload)
+    calls = {} if keep is None else read(Mapping[str, tuple[int, ...]], keep, f"{where}.keep")
+    table = {operator_from_name(name): ByCall(dict.fromkeys(each, SaveOrCopy())) for name, each in calls.items()}
+    return Recompute(policy=keep_calls(table) if table else None, inputs=offload)
 
 
 # --- Everything else ---
+
+_TOO_LARGE = 2**63  # for any bytes, and to be counted with as a float
 
 
 def read(kind: Any, data: Any, where: str = "") -> Any:
@@ -136,6 +134,8 @@ def _read_dataclass(kind: Any, data: Any, where: str) -> Any:
 
 def _number(kind: Any, data: Any, where: str) -> Any:
     whole = isinstance(data, int) and not isinstance(data, bool)
+    if whole and data >= _TOO_LARGE:
+        raise _not(data, "a number that is not so large", where)
     if kind is int:
         if not whole or data < 0:
             raise _not(data, "a whole number from 0 on", where)

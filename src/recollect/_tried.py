@@ -6,7 +6,7 @@ earlier trials: what passes here is right.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ class decided:  # noqa: N801
     def __enter__(self) -> None:
         if not self._decisions:
             return
-        self._handle = apply(self._model, lambda name, _: self._decisions.get(name), determinism_check=self._check)
+        self._handle = apply(self._model, by_module(self._model, self._decisions), determinism_check=self._check)
         for module in self._model.modules():
             one = decided_of(module)
             if one is not None:
@@ -51,6 +51,20 @@ def full_names(decisions: Mapping[str, Mapping[str, Decision]]) -> dict[str, Dec
         for block, own in decisions.items()
         for part, decision in own.items()
     }
+
+
+def by_module(
+    model: Module, decisions: Mapping[str, Decision], label: str = "a plan"
+) -> Callable[[str, Module], Decision | None]:
+    """Decisions by names of modules, which may have others too, as `apply` takes them; for people they have a label."""
+    there = dict(model.named_modules(remove_duplicate=False))
+    by_identity = {id(there[name]): decision for name, decision in decisions.items()}
+
+    def decide(_: str, module: Module) -> Decision | None:
+        return by_identity.get(id(module))
+
+    decide.__qualname__ = label
+    return decide
 
 
 @dataclass(frozen=True)

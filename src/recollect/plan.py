@@ -20,12 +20,15 @@ from recollect import _errors, report
 from recollect._bench import Mark
 from recollect._plan_data import encode, read
 from recollect._sizes import human
-from recollect._tried import full_names
+from recollect._tried import by_module, full_names
 from recollect.modules import Handle, apply
 from recollect.policy import Decision, Offload, Recompute
 from recollect.profile import Profile
 
 _VERSION = 1
+# Bytes that nobody has: the plan knows how much is on its way, so all of it may be at once. The same number in all
+# plans, because every kind of `Offload` has memory, files and threads of its own for as long as the process lives.
+_UNBOUNDED = 2**50
 
 
 @dataclass(frozen=True)
@@ -123,11 +126,7 @@ class Plan:
         missing = [name for name in decisions if name not in there]
         if missing:
             raise _errors.plan_of_another_model(self.model, [f"has no module {name}" for name in missing])
-
-        def by_the_plan(name: str, module: Module) -> Decision | None:
-            return decisions.get(name)
-
-        return apply(model, by_the_plan, **options)
+        return apply(model, by_module(model, decisions, f"the plan for {self.model}"), **options)
 
     def _check(self, model: Module) -> None:
         now = shapes_of(model)
@@ -288,7 +287,6 @@ def shapes_of(model: Module) -> dict[str, tuple[int, ...]]:
 
 def planned(profile: Profile, chosen: Sequence[int]) -> tuple[Planned, ...]:
     """What a choice for every block of a profile means; calls of one module are one block."""
-    total = sum(profile.option(number, choice).out for number, choice in enumerate(chosen))
     found: dict[str, Planned] = {}
     for number, (name, choice) in enumerate(zip(profile.blocks, chosen, strict=True)):
         option, keep = profile.option(number, choice), profile.option(number, 0)
@@ -297,7 +295,7 @@ def planned(profile: Profile, chosen: Sequence[int]) -> tuple[Planned, ...]:
             name,
             profile.kinds[profile.kind_of[number]].module,
             option.name,
-            {part: _unbounded(decision, total) for part, decision in full_names({name: option.decisions}).items()},
+            {part: _unbounded(decision) for part, decision in full_names({name: option.decisions}).items()},
             option.kept + (before.kept if before else 0),
             keep.kept + (before.saved if before else 0),
             option.seconds + (before.seconds if before else 0.0),
@@ -307,11 +305,13 @@ def planned(profile: Profile, chosen: Sequence[int]) -> tuple[Planned, ...]:
     return tuple(found.values())
 
 
-def _unbounded(decision: Decision, total: int) -> Decision:
-    """A decision that lets all of the `total` bytes be on their way at once: the plan knows how much that is."""
+def _unbounded(decision: Decision) -> Decision:
+    """A decision that lets everything be on its way at once, unless it has bounds."""
     if isinstance(decision, Offload):
-        return dataclasses.replace(decision, in_flight=decision.in_flight or total, ahead=decision.ahead or total)
+        return dataclasses.replace(
+            decision, in_flight=decision.in_flight or _UNBOUNDED, ahead=decision.ahead or _UNBOUNDED
+        )
     if isinstance(decision, Recompute) and isinstance(decision.inputs, Offload):
-        inputs = _unbounded(decision.inputs, total)
+        inputs = _unbounded(decision.inputs)
         return dataclasses.replace(decision, inputs=inputs)  # type: ignore[arg-type]
     return decision

@@ -30,10 +30,11 @@ from recollect._alone import measure_kind
 from recollect._bench import BACKWARD, FORWARD, START, Bench, Mark
 from recollect._calls import BackwardInsideError, Call, find_blocks, take_samples, watch_calls
 from recollect._failures import IN_PLACE, Failure
-from recollect._meters import link_of
+from recollect._meters import LINK_BYTES, link_of
 from recollect._options import KEEP, RECOMPUTE, Kind, Option
 from recollect._problem import Block, Choice, Link, Moment, Problem
 from recollect._ranks import worst
+from recollect._stores.files import Files, not_written
 from recollect._tried import attempt, decided
 from recollect.policy import Decision, Offload
 
@@ -192,7 +193,8 @@ def measure(
             raise _errors.nothing_to_decide(type(bench.model).__name__)
         shared = _shared_parts(blocks)
         uses = Counter(one for block in blocks for one in set(block.inputs))
-        lives_on = [tuple(one in there or uses[one] > 1 for one in block.inputs) for block in blocks]
+        results = {one for block in blocks for one in block.saved if one not in block.inputs}  # which their makers hold
+        lives_on = [tuple(one in there or uses[one] > 1 or one in results for one in block.inputs) for block in blocks]
         alike: dict[object, list[int]] = {}
         for number, block in enumerate(blocks):
             alike.setdefault((block.kind(), lives_on[number], shared[number]), []).append(number)
@@ -305,5 +307,11 @@ def _recomputed(bench: Bench, profile: Profile) -> Profile:
 def _link(bench: Bench, offload: Offload) -> tuple[float, float]:
     if bench.gpu is not None:
         return bench.gpu.link, bench.gpu.link
-    directory = None if offload.directory is None else os.fspath(offload.directory)
-    return link_of(bench.device, offload.to, directory)
+    if offload.to == "cpu":
+        return link_of(bench.device, "cpu", None)
+    files = Files(None if offload.directory is None else os.fspath(offload.directory))
+    try:
+        files.prepare()
+        return link_of(bench.device, "disk", files.directory)
+    except OSError as error:
+        raise not_written(files.directory, LINK_BYTES, error) from error

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 import time
 from collections import deque
@@ -27,7 +26,7 @@ from queue import Empty, SimpleQueue
 from torch import Tensor
 
 from recollect import _errors
-from recollect._stores.files import Files, Place, TornError
+from recollect._stores.files import Files, Place, TornError, not_written
 from recollect._stores.links import Link, Moment
 from recollect._stores.media import Held, Incoming, rounded
 from recollect._stores.pool import Block, Pool
@@ -112,16 +111,10 @@ class _Crew:
             self.bytes_written += written
             self.bytes_read += read
 
-    def not_written(self, size: int, error: BaseException) -> Exception:
-        free = None
-        with contextlib.suppress(OSError):
-            free = shutil.disk_usage(self.directory).free
-        return _errors.not_written_to_disk(self.directory, size, free, error)
-
     def raise_if_failed(self, place: Place) -> None:
         if place.error is not None:
             place.is_told = True
-            raise self.not_written(place.size, place.error) from place.error
+            raise not_written(self.directory, place.size, place.error) from place.error
 
     def raise_failures(self) -> None:
         """The first that nobody was told of and that somebody may still ask for; the others are told to who asks."""
@@ -297,7 +290,7 @@ class DiskMedium:
         try:
             place = files.take(size)
         except OSError as error:
-            raise crew.not_written(size, error) from error
+            raise not_written(crew.directory, size, error) from error
         try:
             block, left = crew.staging.take(size), None
             try:

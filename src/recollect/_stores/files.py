@@ -29,6 +29,7 @@ from collections import deque
 
 from torch import Tensor
 
+from recollect import _errors
 from recollect._stores.ranges import Ranges
 
 _PAGE = 4096
@@ -201,6 +202,12 @@ class Files:
     def bytes(self) -> int:
         return sum(segment.ranges.size for segment in self._segments)
 
+    def prepare(self) -> None:
+        """Have the directory there, once: if it vanishes later, something is wrong."""
+        if not self._was_made:
+            _make(self.directory)
+            self._was_made = True
+
     def take(self, size: int) -> Place:
         with self._lock:
             self._collect()
@@ -223,9 +230,7 @@ class Files:
                 self.released.append(place)
 
     def _another(self, size: int) -> _Segment:
-        if not self._was_made:  # if it vanishes later, something is wrong
-            _make(self.directory)
-            self._was_made = True
+        self.prepare()
         try:
             return _Segment(self.directory, max(size, _SMALLEST, min(self.bytes // 4, _LARGEST)))
         except OSError as error:
@@ -237,6 +242,14 @@ class Files:
         for segment in empty:
             segment.close()
         return _Segment(self.directory, size)
+
+
+def not_written(directory: str, size: int, error: BaseException) -> Exception:
+    """What to say if bytes could not be written there."""
+    free = None
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(directory).free
+    return _errors.not_written_to_disk(directory, size, free, error)
 
 
 def _make(directory: str) -> None:
