@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from recollect import _errors
 from recollect._inputs import find_tensors
@@ -330,6 +329,8 @@ def operator_seconds(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[st
     results = find_tensors((result,), {})[0]
     touched = [*find_tensors(args, kwargs)[0], *results]
     moved = sum(tensor.numel() * tensor.element_size() for tensor in touched) / gpu.bytes
+    from torch.utils.flop_counter import flop_registry  # loads Triton where it is installed
+
     count = flop_registry.get(packet_of(func))
     computed = 0.0
     if count is not None:
