@@ -1353,9 +1353,23 @@ FAULTS = (
     fault(
         "memory that has yet to be written is kept",
         "_engine/selective.py",
-        "not kind.is_kept or kind.is_unwritten or (",
-        "not kind.is_kept or (",
+        "kind.is_kept and not kind.is_unwritten\n",
+        "kind.is_kept\n",
         "test_policies.py",
+    ),
+    fault(
+        "a policy that would keep views alone counts as one that keeps something",
+        "_engine/selective.py",
+        "policy.counts(decision if can_be_kept else Recompute())",
+        "policy.counts(decision)",
+        "test_policies.py",
+    ),
+    fault(
+        "a moment that takes nothing by itself is no bound",
+        "_milp.py",
+        "        if bytes_ is not None:\n",
+        "        if bytes_:\n",
+        "test_solver.py",
     ),
     fault(
         "a guard runs a parametrization",
