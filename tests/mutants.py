@@ -840,28 +840,28 @@ FAULTS = (
     # --- Modules, buffers, weights ---
     fault(
         "training flags are not set for the replay",
-        "_guards.py",
+        "_restored.py",
         "        self._put(self.flags)\n",
         "",
         "test_guards.py::test_modes_of_modules",
     ),
     fault(
         "training flags are not put back after the replay",
-        "_guards.py",
+        "_restored.py",
         "        return partial(self._put, now)\n",
         "        return None\n",
         "test_guards.py::test_modes_are_left_as_they_are_found",
     ),
     fault(
         "buffers are not put back after the replay",
-        "_guards.py",
+        "_restored.py",
         "            overwrite(tensors, after)\n",
         "",
         "test_state.py::test_state_is_as_after_one_forward",
     ),
     fault(
         "buffers are not reset before the replay",
-        "_guards.py",
+        "_restored.py",
         "        overwrite([tensor for tensor, _ in read], [before for _, before in read])\n",
         "",
         "test_state.py::test_state_is_as_after_one_forward",
@@ -875,7 +875,7 @@ FAULTS = (
     ),
     fault(
         "the versions of buffers are not put back",
-        "_guards.py",
+        "_restored.py",
         "            put_versions([tensors[index] for index in counted], [versions[index] for index in counted])\n",
         "",
         "test_state.py::test_other_graphs_do_not_notice_that_state_was_put_back",
@@ -1031,7 +1031,7 @@ FAULTS = (
     ),
     fault(
         "buffers that were put in the place of others are left there for the replay",
-        "_guards.py",
+        "_restored.py",
         "        self._put(self._before)\n        return partial(self._put, after)\n",
         "        return partial(self._put, after)\n",
         "test_state.py::test_state_that_is_put_in_the_place_of_the_old",

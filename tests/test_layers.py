@@ -60,7 +60,7 @@ LAYERS = [
     ["recollect._verification"],
     ["recollect._differences"],
     ["recollect._gathering"],
-    ["recollect._guards", "recollect._ambient", "recollect._kept", "recollect._stores.chosen"],
+    ["recollect._guards", "recollect._restored", "recollect._ambient", "recollect._kept", "recollect._stores.chosen"],
     ["recollect._options"],
     ["recollect._stores.store", "recollect.policy"],
     ["recollect._stores.courses", "recollect._stores.flights", "recollect._stores.forms", "recollect._stores.disk"],

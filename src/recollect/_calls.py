@@ -27,8 +27,8 @@ from recollect import _errors
 from recollect._ambient import Ambient
 from recollect._decided import why_not
 from recollect._engine.pinned import is_recomputing
-from recollect._guards import Training
 from recollect._inputs import Arguments, find_tensors, rebuild
+from recollect._restored import Training
 from recollect._torch import storage_key
 
 # A call that holds more than this share of all that is saved is taken apart, if it has parts.

@@ -45,6 +45,7 @@ from recollect import (
     _meshes,
     _optimizers,
     _record,
+    _restored,
     _shards,
     _steps,
     _torch,
@@ -382,7 +383,8 @@ def hand_over(
 
 # The other files have the functions that a user calls: Dynamo looks into those, or they say for themselves.
 HIDDEN = (
-    *(_ambient, _differences, _digest, _errors, _generators, _guards, _inputs, _known, _optimizers, _record, _steps),
+    *(_ambient, _differences, _digest, _errors, _generators, _guards, _inputs, _known, _optimizers, _record),
+    *(_restored, _steps),
     *(_faults, _gathering, _kept, _meshes, _shards, _torch, _verification, _verify),
     *(caching, calls, frame, groups, inside, kept_region, reentrant, replay, scope, selective),
     *(chosen, courses, disk, files, flights, forms, links, media, pool, ranges, store),

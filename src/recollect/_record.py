@@ -8,7 +8,7 @@ writes show neither in its schema nor in a version counter), with a copy from be
 It also notes the plain variables that the user's code could see (globals, closures, attributes of `self`), so that a
 difference can be explained. No tensor is kept alive but those copies.
 
-What this is not: it compares nothing (`_differences.py`) and restores nothing (`_guards.py`).
+What this is not: it compares nothing (`_differences.py`) and restores nothing (`_restored.py`).
 """
 
 from __future__ import annotations

@@ -21,23 +21,12 @@ from recollect import _errors
 from recollect._ambient import Part
 from recollect._differences import Finding, Unequal, explain, first_unequal
 from recollect._generators import Probe
-from recollect._guards import (
-    Bindings,
-    Buffers,
-    Gathers,
-    Leaves,
-    Reading,
-    Swapped,
-    Training,
-    lasting,
-    name_of,
-    put_back,
-    swapping,
-)
+from recollect._guards import Gathers, Leaves, Reading, name_of
 from recollect._inputs import Arguments, find_tensors, versions_of
 from recollect._known import Known, known_of
 from recollect._optimizers import Steps, stepped_among, stepped_since
 from recollect._record import Recorder
+from recollect._restored import Bindings, Buffers, Swapped, Training, lasting, put_back, swapping
 from recollect._shards import is_gathered
 from recollect._torch import can_be_recorded, level_of_user_code, storage_key, without_any_torch_function
 

@@ -37,10 +37,10 @@ from recollect._chains.outside import Outside, StepOf
 from recollect._chains.structure import Mismatch, Structure
 from recollect._digest import Digest
 from recollect._errors import Signature
-from recollect._guards import Swapped, Training, swapping
 from recollect._inputs import Arguments, Inputs, versions_of
 from recollect._known import Known, known_of
 from recollect._optimizers import Steps
+from recollect._restored import Swapped, Training, swapping
 from recollect._schedules.actions import Action
 from recollect._stores.store import Store
 from recollect._torch import Hooks, set_grad_enabled

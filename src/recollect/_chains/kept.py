@@ -17,8 +17,8 @@ from torch import Tensor
 
 from recollect._ambient import Access, Undo
 from recollect._digest import copies, overwrite
-from recollect._guards import Buffers
 from recollect._inputs import versions_of
+from recollect._restored import Buffers
 from recollect._stores.store import Store, Ticket
 from recollect._torch import storage_key
 

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from recollect._guards import Reading, lasting
+from recollect._guards import Reading
 from recollect._known import Known
 from recollect._record import Recorder
+from recollect._restored import lasting
 from recollect._torch import (
     LEAF_NODE,
     METADATA_OPERATORS,
