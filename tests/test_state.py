@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import recollect
-from recollect import CheckpointError, Recompute, Save, by_name, checkpoint
+from recollect import CheckpointError, Recompute, Save, _verification, by_name, checkpoint
 from tools import assert_equal, leaf
 
 POLICIES = {
@@ -461,6 +461,21 @@ def test_state_of_models_that_nothing_shows():
 
     check_state(make, [forward(number % 2) for number in range(6)])
     _model = None
+
+
+def test_leaves_that_are_new_in_each_step_do_not_have_each_replay_recorded(monkeypatch):
+    layer, recorded = nn.Linear(6, 6), []
+
+    class Counted(_verification.Recorder):
+        def __init__(self, **options):
+            recorded.append(options)
+            super().__init__(**options)
+
+    monkeypatch.setattr(_verification, "Recorder", Counted)
+    for _ in range(12):
+        noise = leaf(6)
+        recollect.checkpoint(lambda x, noise=noise: layer(x * noise), leaf(2, 6)).sum().backward()
+    assert len(recorded) == 2  # the first forward and its replay
 
 
 class Late(nn.Module):

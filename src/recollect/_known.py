@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from recollect._inputs import Arguments
 from recollect._torch import (
@@ -162,8 +162,13 @@ class Known:
         return frozenset(storage_key(tensor) for tensor in tensors if tensor is not None)
 
     def takes_a_new_way(self, leaves: Mapping[int, Tensor]) -> bool:
-        """Whether these leaves, which a forward has saved, show that it did not do what was recorded."""
-        return not leaves.keys() <= self.familiar.keys() and self._strange < _FEW_LOOKS
+        """Whether these leaves, which a forward has saved, show that it did not do what was recorded.
+
+        Parameters of modules do: what has buffers mostly has them. Other leaves may be new in every step.
+        """
+        if leaves.keys() <= self.familiar.keys() or self._strange >= _FEW_LOOKS:
+            return False
+        return any(isinstance(leaf, Parameter) for place, leaf in leaves.items() if place not in self.familiar)
 
     def saves(self, leaves: Iterable[Tensor], *, made_here: bool = False) -> None:
         """Take note of leaves that it saves; `made_here` if no replay could find them again."""
