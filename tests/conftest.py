@@ -16,8 +16,9 @@ def pytest_collectreport(report):
         raise pytest.UsageError(f"{report.nodeid} cannot be imported")
 
 
-def pytest_collection_finish():
-    """What is there before the first test, a million objects, is left out when tests collect or look for garbage."""
+@pytest.fixture(autouse=True, scope="module")
+def _what_was_there_before_is_left_out():
+    """When tests collect or look for garbage, they need not go through the million objects that others have loaded."""
     gc.collect()
     gc.freeze()
 
