@@ -1004,8 +1004,15 @@ FAULTS = (
     fault(
         "who saves other leaves is taken to do what was recorded",
         "_known.py",
-        "        return not leaves.keys() <= self.familiar.keys() and self._strange < _FEW_LOOKS\n",
-        "        return False\n",
+        "        if leaves.keys() <= self.familiar.keys() or self._strange >= _FEW_LOOKS:\n",
+        "        if True:\n",
+        "test_state.py",
+    ),
+    fault(
+        "any new leaf has a replay recorded",
+        "_known.py",
+        "any(isinstance(leaf, Parameter) for",
+        "any(True for",
         "test_state.py",
     ),
     fault(
