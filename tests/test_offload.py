@@ -552,6 +552,9 @@ def test_what_is_never_copied():
             self.weight = nn.Parameter(torch.randn(16, 16))
             self.frozen = nn.Parameter(torch.randn(16, 16), requires_grad=False)
             self.register_buffer("table", torch.randn(32, 16))
+            with torch.no_grad():  # as modules do; what was never written to could be memory that is yet to be
+                for one in (self.weight, self.frozen, self.table):
+                    one.mul_(2)
 
         def forward(self, x):
             return ((x * self.table[:16]) @ self.weight.t()) * self.frozen[0] * self.weight.detach()
