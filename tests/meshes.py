@@ -39,13 +39,13 @@ class Results:
     def same(self, name):
         """What all ranks gave alike."""
         first, *others = self[name]
-        assert all(one == first for one in others)
+        assert others == [first] * len(others)
         return first
 
     def same_part(self, name, case, keys):
         """The same for some of what they gave for one case of a scenario."""
         first, *others = [{key: of_rank[case][key] for key in keys} for of_rank in self[name]]
-        assert all(one == first for one in others)
+        assert others == [first] * len(others)
         return first
 
 
