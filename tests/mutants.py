@@ -1383,7 +1383,7 @@ FAULTS = (
         "_guards.py",
         "            now = None if owner is None else parameter_of(owner, name)\n",
         "            now = None if owner is None else getattr(owner, name, None)\n",
-        "test_decided.py",
+        "test_guards.py::test_a_guard_does_not_run_a_parametrization",
     ),
     # --- Stores ---
     fault(

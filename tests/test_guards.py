@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrize
 
 import recollect
 from recollect import CheckpointError, _verification, checkpoint, dropin
+from recollect._guards import Reading
 from tools import IN_PLACE, assert_equal, leaf
 
 drop_in = functools.partial(dropin.checkpoint, use_reentrant=False)
@@ -812,6 +814,35 @@ def test_what_was_stepped_and_is_gone_by_now_is_not_taken_for_another(way):
     del parameter
     gc.collect()  # the optimizer
     y.sum().backward()
+
+
+def test_another_tensor_with_the_identity_of_one_that_is_gone_is_not_taken_for_it():
+    gone, other = torch.ones(4), torch.ones(4)
+    reading = Reading([gone])
+    reading._suspects[id(other)] = reading._suspects.pop(id(gone))  # as Python may give it
+    with reading:
+        gone.view(2, 2).sin()
+        del gone
+        other.sin()
+    assert reading.found is None
+
+
+def test_a_guard_does_not_run_a_parametrization():
+    class Counted(nn.Module):
+        calls = 0
+
+        def forward(self, bias):
+            Counted.calls += 1
+            return bias
+
+    layer, x = nn.Linear(4, 4), leaf(2, 4)
+    checkpoint(layer, x).sin().sum().backward()
+    y = checkpoint(layer, x).sin().sum()
+    parametrize.register_parametrization(layer, "bias", Counted())
+    before = Counted.calls
+    with pytest.raises(CheckpointError, match="bias"):
+        y.backward()
+    assert Counted.calls == before
 
 
 def test_a_plain_view_of_a_subclass_does_not_wake_it():
