@@ -17,6 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import recollect
 from recollect import CheckpointError, Recompute, Save, by_name, checkpoint, dropin, policies, region, save_ops
+from recollect._torch import share_version_counter
 from tools import garbage_collector_off, leaf
 
 aten = torch.ops.aten
@@ -226,6 +227,16 @@ def test_a_drop_in_policy_that_answers_nonsense_is_named_also_under_an_infix_ope
 
     with pytest.raises(TypeError, match="must return a CheckpointPolicy or a bool"):
         checkpoint(lambda x, w: x @ w, x, w, context_fn=contexts)
+
+
+def test_version_counters_that_happen_to_be_one_apart_are_not_shared():
+    left, right = torch.zeros(4).unsafe_chunk(2)
+    assert not share_version_counter(left, right)
+    right.add_(1)
+    assert not share_version_counter(left, right)
+    assert not share_version_counter(right, left)
+    assert all(share_version_counter(left, one) for one in (left, left.detach(), left[:1]))
+    assert (left._version, right._version) == (0, 1)
 
 
 def test_one_pair_of_contexts_for_two_regions_is_refused(x, w):

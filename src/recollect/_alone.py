@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from recollect._ambient import undo_all
+from recollect._ambient import restore, undo_all
 from recollect._bench import Bench
 from recollect._calls import Call, Sample
 from recollect._candidates import Candidate, candidates, look_at
@@ -62,7 +62,7 @@ class _Alone:
         self._gather()
         undo: list[Any] = []
         self._sample.around.restore(undo)
-        undo += filter(None, [self._sample.modes.restore()])
+        restore([self._sample.modes], undo)
         try:
             result = self._sample.module(*args, **kwargs)
         finally:

@@ -324,13 +324,13 @@ def _fused_attention(
 
 def operator_seconds(gpu: Gpu, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
     """What an operator takes at least."""
+    from torch.utils.flop_counter import flop_registry  # loads Triton where it is installed
+
     if func in METADATA_OPERATORS or (gives_views(func) and not changes_arguments(func)):
         return 0.0
     results = find_tensors((result,), {})[0]
     touched = [*find_tensors(args, kwargs)[0], *results]
     moved = sum(tensor.numel() * tensor.element_size() for tensor in touched) / gpu.bytes
-    from torch.utils.flop_counter import flop_registry  # loads Triton where it is installed
-
     count = flop_registry.get(packet_of(func))
     computed = 0.0
     if count is not None:

@@ -1066,9 +1066,11 @@ def put_versions(tensors: list[torch.Tensor], versions: list[int]) -> None:
 def share_version_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether a change of one counts as a change of the other. Only a change tells: this one is taken back at once."""
     version = one._version
+    if one is other or other._version != version:
+        return one is other
     put_versions([one], [version + 1])
     try:
-        return other._version == version + 1
+        return other._version != version
     finally:
         put_versions([one], [version])
 
