@@ -517,6 +517,59 @@ def test_a_change_that_was_a_surprise_once_is_expected_from_then_on(lazy, x):
         assert torch.equal(step(True, 2), step(False, 2))
 
 
+def test_a_kept_product_does_not_wait_for_its_copy(lazy, x):
+    """`F.linear` hands on a view of it that counts its changes apart, which is no change yet."""
+    lazy.chance = 0.0
+    layer = nn.Linear(16, 16, bias=False)
+    in_flight = []
+    for _ in range(3):
+        y = recollect.checkpoint(lambda x: layer(x).sin(), x, policy=products_offloaded)
+        in_flight.append(lazy.bytes_in_flight())
+        y.sum().backward()
+    assert in_flight == [0, x.nbytes, x.nbytes]  # in its first step a store waits for everything
+
+
+def products_offloaded(op, ctx):
+    return Offload(min_bytes=0) if op is aten.mm.default else None
+
+
+def test_a_change_of_a_view_that_counts_apart_is_a_change_of_what_is_copied(lazy, x):
+    """After the region, where no mode sees it."""
+    lazy.chance = 0.0
+    layer = nn.Linear(16, 16, bias=False)
+
+    def step(change):
+        def function(x):
+            h = layer(x)
+            return h.sin(), h
+
+        y, h = recollect.checkpoint(function, x, policy=products_offloaded)
+        if change:
+            with torch.no_grad():
+                h.mul_(2)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    expected = step(change=False)
+    step(change=False)
+    with pytest.raises(CheckpointError, match="was changed before its copy was done"):
+        step(change=True)
+    for _ in range(4):
+        assert torch.equal(step(change=True), expected)
+
+
+def test_what_was_changed_through_a_view_that_counts_apart_is_copied_anew():
+    store = chosen.store_of(Offload(min_bytes=0))
+    whole = torch.randn(16, 16).mul_(2)
+    view = aten._unsafe_view(whole, [256])
+    before = whole.clone()
+    first = store.put(whole)
+    store.also_watch(first, view)
+    view.add_(1)
+    second = store.put(whole)
+    assert torch.equal(store.get(second), before + 1)
+    assert second.copy is not first.copy
+
+
 @pytest.mark.parametrize("is_used", [True, False])
 def test_a_step_that_is_over_holds_no_memory_however_far_ahead_the_host_is(lazy, x, is_used):
     lazy.chance = 0.0  # no copy is seen to be done

@@ -143,18 +143,14 @@ class Kept:
         return True
 
     def also_held_by(self, alias: Tensor) -> None:
-        """Watch another tensor over the same memory, if it does not share a version counter that is watched.
-
-        Who has a copy elsewhere is told at once: it would not see a change.
-        """
+        """Watch another tensor over the same memory, if it does not share a version counter that is watched."""
         kept, original = self._in_a_store(), self._original()
-        watched = [original, *(one for one, _ in self._aliases)] if kept is None else [kept._packed.copy.watch]
-        if any(one is not None and share_version_counter(alias, one) for one in watched):
-            return
         if kept is not None and kept._store is not None:
-            kept._store.hold_back(kept._packed)
+            kept._store.also_watch(kept._packed, alias)
         elif original is not None:
-            self._aliases += ((alias, version_of(alias)),)
+            watched = (original, *(one for one, _ in self._aliases))
+            if not any(share_version_counter(alias, one) for one in watched):
+                self._aliases += ((alias, version_of(alias)),)
 
     def is_reshaped(self) -> None:
         """The original is being given another shape in place: that counts as a version and leaves the values."""

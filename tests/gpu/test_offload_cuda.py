@@ -933,7 +933,10 @@ class Stress:
         found = []
         for number in range(passes):
             found += torch.autograd.grad(loss, [x, factor], retain_graph=number < passes - 1, allow_unused=True)
-        return [grad for grad in found if grad is not None]
+        found = [grad for grad in found if grad is not None]
+        for grad in found:  # it may be of another stream's memory, and is compared and let go of on this one
+            grad.record_stream(torch.cuda.current_stream())
+        return found
 
     def step(self, around):
         """Whether its gradients are those of the plain run: a tensor."""

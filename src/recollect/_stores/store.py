@@ -67,6 +67,7 @@ class Copy:
     __slots__ = (
         "__weakref__",
         "_graves",
+        "aliases",
         "asked_in",
         "held",
         "incoming",
@@ -93,6 +94,7 @@ class Copy:
         self.storage = StorageReference(tensor.untyped_storage())
         self.version = version_of(tensor)
         self.watch = _without_values(tensor)
+        self.aliases: tuple[tuple[Tensor, int], ...] = ()  # over the same memory, with version counters of their own
         self.is_sure = False  # that no change in place could reach it
         self.link = link
         self.held = held
@@ -109,7 +111,11 @@ class Copy:
 
     def is_changed(self) -> bool:
         """Whether the tensor was changed in place since."""
-        return version_of(self.watch) != self.version
+        return version_of(self.watch) != self.version or any(version_of(one) != then for one, then in self.aliases)
+
+    def is_watched_by(self, tensor: Tensor) -> bool:
+        """Whether a change of a tensor counts as one of this."""
+        return any(share_version_counter(tensor, one) for one in (self.watch, *(one for one, _ in self.aliases)))
 
     def __del__(self) -> None:
         self._graves.append((self.key, self.held, self.incoming, self.size if self.is_ahead else 0))
@@ -210,7 +216,7 @@ class Store:
         reference = self._copies.get(key)
         copy = None if reference is None else reference()
         # Equal versions say nothing where two count apart.
-        return copy if copy is not None and share_version_counter(tensor, copy.watch) else None
+        return copy if copy is not None and copy.is_watched_by(tensor) and not copy.is_changed() else None
 
     def _copy(self, tensor: Tensor, link: Link, storage: Key, *, is_whole: bool) -> Copy | None:
         lasting = self._lasting.get(storage[0])
@@ -265,6 +271,12 @@ class Store:
             moment = link.now()
             link.hold_back(copy.held.left, link.current_stream())  # which need not be the one that it was copied on
             self._note_landed(link, moment, self._flights.land_one(copy))
+
+    def also_watch(self, ticket: Ticket, alias: Tensor) -> None:
+        """A tensor over the memory of a ticket's may count its changes apart: they are changes of this one too."""
+        with self._lock, out_of_sight():
+            if not ticket.copy.is_watched_by(alias):
+                ticket.copy.aliases += ((_without_values(alias), version_of(alias)),)
 
     def _land_what_has_left(self, link: Link, last_place: int) -> None:
         self._note_landed(link, link.now(), self._flights.land_what_has_left(last_place))
