@@ -468,6 +468,17 @@ def a_custom_function_that_reads_twice(watch):
 
 
 @situation
+def an_input_that_is_changed_by_what_the_region_gave(watch):
+    """It holds the graph then, and the region holds it."""
+    x = watch(leaf(3))
+    h = watch(x * 2)
+    y = watch(h.add_(checkpoint(block_of(watch), h, watch(Payload()))))
+    with contextlib.suppress(CheckpointError):
+        y.sum().backward()
+        raise AssertionError("an error was expected")
+
+
+@situation
 def a_context_fn_of_the_user(watch):
     contexts = [watch(SomeContext()) for _ in range(2)]
     _, y = region_of(watch, context_fn=lambda: tuple(contexts))

@@ -124,6 +124,18 @@ def test_a_choice_that_fails_within_the_step_is_ruled_out():
     assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))).notes == plan.notes
 
 
+@pytest.mark.usefixtures("even_times")
+def test_a_choice_that_fails_leaves_no_memory_behind():
+    """Inputs that are changed by what regions give hold the graph, which no collector of garbage sees."""
+    model, batch = ChangesInputs(Later), batch_of()
+    leaves = {one.untyped_storage().data_ptr() for one in (batch, *model.parameters())}
+    plan = recollect.plan(model, batch, budget="80%", repeats=1)
+    assert plan.notes
+    gc.collect()
+    alive = {one.untyped_storage().data_ptr(): one for one in gc.get_objects() if type(one) is torch.Tensor}
+    assert not [tuple(one.shape) for pointer, one in alive.items() if pointer not in leaves and one.numel() > 1000]
+
+
 class Whole(nn.Module):
     """Has no parts: it is recomputed as a whole or not at all."""
 

@@ -197,7 +197,8 @@ class Inputs:
 
     # Defaults on the class: most calls have tensors and plain values, and no hooks around them.
     _tensors: list[Tensor] | None = None  # those that stand in the arguments' places, if they were taken out of there
-    _changed: str | None = None
+    _changed: str | None = None  # the first that was, in words: no replay can use any of them
+    _changed_by_region = False
     _hooked: list[_Hooked] | None = None
 
     def __init__(self, arguments: Arguments, tensors: list[Tensor], flat: bool, hooks: Hooks | None) -> None:
@@ -229,19 +230,38 @@ class Inputs:
         return reached
 
     def forward_ended(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> None:
-        """Look whether the region changed what it was given: then let go of it, for no replay can use it.
-
-        Letting go matters: an input that the region changed in place holds the region's graph, which holds this.
-        """
+        """Look whether the region changed what it was given."""
         if self._read(tensors) != self._versions:
-            self._changed = _find_change((args, kwargs), tensors, self._versions)
-            self._arguments, self._tensors, self._originals, self._hooked = ((), {}), None, [], None
+            change = _find_change((args, kwargs), tensors, self._versions)
+            if change is not None:
+                self._changed_by_region = True
+                self._let_go(change)
+
+    def _let_go(self, change: str) -> None:
+        """It matters: an input that was changed in place by what the region gave holds its graph, which holds this."""
+        self._changed = change
+        self._arguments, self._tensors, self._originals, self._hooked = ((), {}), None, [], None
+
+    def let_go_of_what_was_changed(self) -> None:
+        """Look whether anybody changed an input since."""
+        if self._changed is None and self._hooked is None:
+            _, change = self._arguments_and_change()
+            if change is not None:
+                self._let_go(change)
 
     def restore(self, region: Callable[[], str]) -> Arguments:
         """The arguments as the forward got them; raises where that is no longer possible (rule 9)."""
-        change = self._changed
-        if change is not None:
-            raise _errors.input_changed(region(), change, by_region=True)
+        if self._changed is None:
+            arguments, change = self._arguments_and_change()
+            if change is None:
+                return arguments
+            self._let_go(change)
+            del arguments  # or the error's traceback holds them
+        assert self._changed is not None
+        raise _errors.input_changed(region(), self._changed, by_region=self._changed_by_region)
+
+    def _arguments_and_change(self) -> tuple[Arguments, str | None]:
+        change = None
         if self._hooked is not None:
             with torch.no_grad():
                 arguments = self._filled([hooked.get() for hooked in self._hooked])
@@ -250,9 +270,7 @@ class Inputs:
             arguments = self._arguments if self._tensors is None else self._filled(self._tensors)
             if self._read(self._originals) != self._versions:
                 change = _find_change(arguments, self._originals, self._versions)
-        if change is not None:
-            raise _errors.input_changed(region(), change, by_region=False)
-        return arguments
+        return arguments, change
 
     def _filled(self, tensors: list[Tensor]) -> Arguments:
         def fill(place: _Place) -> Tensor:

@@ -30,6 +30,7 @@ ever, see `_PATIENCE`.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import weakref
@@ -269,6 +270,17 @@ class Frame:
         record = None if self.verification is None else self.verification.record
         change = None if record is None else record.change_of(index)
         return _errors.saved_tensor_changed(self.region(), index, tensor, current_node(), details, change)
+
+
+def release_what_cannot_be_replayed() -> None:
+    """Let go of inputs that were changed in place since, of all regions that there are.
+
+    Where such an input was changed by what a region gave (`x.add_(layer(x))`), it holds the graph, which holds the
+    frame, which holds it: a cycle that Python's garbage collector cannot see, and that only a backward would end.
+    """
+    for one in gc.get_objects():
+        if type(one) is Frame:
+            one.inputs.let_go_of_what_was_changed()
 
 
 class _Access:
