@@ -128,12 +128,16 @@ def test_a_choice_that_fails_within_the_step_is_ruled_out():
 def test_a_choice_that_fails_leaves_no_memory_behind():
     """Inputs that are changed by what regions give hold the graph, which no collector of garbage sees."""
     model, batch = ChangesInputs(Later), batch_of()
-    leaves = {one.untyped_storage().data_ptr() for one in (batch, *model.parameters())}
-    plan = recollect.plan(model, batch, budget="80%", repeats=1)
-    assert plan.notes
-    gc.collect()
-    alive = {one.untyped_storage().data_ptr(): one for one in gc.get_objects() if type(one) is torch.Tensor}
-    assert not [tuple(one.shape) for pointer, one in alive.items() if pointer not in leaves and one.numel() > 1000]
+
+    def large_tensors():
+        gc.collect()
+        return sum(type(one) is torch.Tensor and one.numel() > 1000 for one in gc.get_objects())
+
+    found = []
+    for _ in range(2):  # what values are compared by is made once
+        assert recollect.plan(model, batch, budget="80%", repeats=1).notes
+        found.append(large_tensors())
+    assert found[0] == found[1]
 
 
 class Whole(nn.Module):
