@@ -194,6 +194,16 @@ def test_a_budget_holds_and_more_of_it_is_faster():
     assert counts[-1] == len(model)
 
 
+@pytest.mark.parametrize("length", [2, 8])
+def test_what_the_gradients_of_weights_take_on_the_way_is_in_a_budget(length):
+    weight, x = torch.ones(64, requires_grad=True), torch.randn(128, 64, requires_grad=True)
+    step = lambda x: x.sin() + weight.expand(8, 128, 64).exp().sum(0)  # noqa: E731
+    least = smallest(step, x, length=length)
+    run = lambda: recollect.sequential(step, x, length=length, budget=least).sum().backward()  # noqa: E731
+    run()  # learns
+    assert peak_of(run, [x, weight]) <= least + weight.nbytes
+
+
 def test_a_budget_for_equal_steps():
     torch.manual_seed(0)
     layer = nn.Linear(16, 16)

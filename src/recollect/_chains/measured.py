@@ -160,6 +160,8 @@ class _Bench:
         self, step: int, leaves: list[Any], needs: Needs, meter: Meter
     ) -> tuple[Kind, tuple[int, int, int, int, int]]:
         chain = self._chain
+        if self._device.type != "cpu":
+            self._differentiate(step, leaves, needs)  # libraries take memory of their own when they are first used
         meter.reset()
         start = meter.now()
         after, own, _ = chain.run_with_graph(step, leaves, needs)
@@ -168,17 +170,28 @@ class _Bench:
         gives = _kind_of(chain, after, tensors_that_need_grad(after, chain.places))
         output = _bytes_of(results, {storage_key(leaves[place]) for place in chain.places})
         saved = max(held - start, output)
-        asked = [one for one in results if one.requires_grad]
-        grads = [torch.ones_like(one) for one in asked]
-        gradient = sum(grad.nbytes for grad in grads)
-        meter.reset()
-        before_backward = meter.now()
-        inputs = [leaf for leaf in own if leaf is not None]
-        del after, results, own
-        if asked and inputs:
-            gradients(asked, grads, inputs)
-        on_top = max(meter.peak() - before_backward, 0)
+        gradient = sum(one.nbytes for one in results if one.requires_grad)
+        del after, own, results
+        on_top = max(self._on_top(step, leaves, needs, meter, weights=weights) for weights in (False, True))
         return gives, (output, saved, gradient, max(forward_peak - held, 0), on_top)
+
+    def _on_top(self, step: int, leaves: list[Any], needs: Needs, meter: Meter, *, weights: bool) -> int:
+        """What a backward takes besides the gradients that it is given: those of weights apart, but not their making."""
+        chain = self._chain
+        first = sequence_number()
+        after, own, _ = chain.run_with_graph(step, leaves, needs)
+        asked = [one for place in chain.places if (one := after[place]).requires_grad]
+        inputs = [leaf for leaf in own if leaf is not None]
+        others = (
+            [one for one in leads_to(asked, first)[0] if not any(one is leaf for leaf in inputs)] if weights else []
+        )
+        grads = [torch.ones_like(one) for one in asked]
+        meter.reset()
+        before = meter.now()
+        del after, own
+        found = gradients(asked, grads, [*inputs, *others]) if asked and (inputs or others) else ()
+        of_weights = sum(one.nbytes for one in found[len(inputs) :] if one is not None)
+        return max(meter.peak() - before - of_weights, 0)
 
     def _differentiate(self, step: int, leaves: list[Any], needs: Needs) -> None:
         chain = self._chain
