@@ -8,6 +8,7 @@ copies is counted (`waited`), whoever makes it wait.
 from __future__ import annotations
 
 import itertools
+import random
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,17 +36,18 @@ class Moment:
 
 
 class Link:
-    """Copies at `rate` bytes per second, each way."""
+    """Copies at `rate` bytes per second each way, less when both ways are in use, and now and then at another one."""
 
     device = torch.device("cpu")
 
-    def __init__(self, rate, memory=2**40):
+    def __init__(self, rate, uneven=0.0):
         self.rate = rate
-        self._memory = memory
+        self.uneven = uneven
+        self.luck = random.Random(0)
         self.host = self.compute = self.out = self.back = self.waited = 0.0
 
     def memory(self):
-        return self._memory
+        return 2**40
 
     def host_memory(self, size):
         return torch.empty(size, dtype=torch.uint8)
@@ -56,16 +58,22 @@ class Link:
     def now(self, stream=None):
         return Moment(self, self.compute)
 
-    def _copied(self, begin, source, target):
-        target.copy_(source)
-        return begin, begin + source.numel() / self.rate
+    def _seconds(self, size, is_shared):
+        return size / self.rate / (0.92 if is_shared else 1.0) * self.about_one()
+
+    def about_one(self):
+        return 1 + self.uneven * self.luck.uniform(-1, 1)
 
     def copy_out(self, source, host, after):
-        _, self.out = self._copied(max(self.out, *(one.time for one in after)), source, host)
+        host.copy_(source)
+        begun = max(self.out, *(one.time for one in after))
+        self.out = begun + self._seconds(source.numel(), self.back > begun)
         return Moment(self, self.out)
 
     def copy_in(self, host, target, after):
-        begun, self.back = self._copied(max(self.back, *(one.time for one in after)), host, target.data)
+        target.data.copy_(host)
+        begun = max(self.back, *(one.time for one in after))
+        self.back = begun + self._seconds(host.numel(), self.out > begun)
         return Moment(self, begun), Moment(self, self.back)
 
     def current_stream(self):
@@ -97,31 +105,31 @@ class Working(TorchDispatchMode):
         self._link = link
         self._per_operation = per_operation
         self._per_byte = per_byte
+        self.pace = 1.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         tensors = [one for one in torch.utils._pytree.tree_leaves((args, result)) if isinstance(one, torch.Tensor)]
-        name = func.overloadpacket.__name__
         link = self._link
-        if name in ("mm", "addmm", "bmm"):
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm"):
             one, other = args[-2:]
             seconds = self._per_operation * one.numel() * other.shape[-1]
         elif any(one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr() for one, two in _pairs(tensors)):
             seconds = 0.0  # views, and what is changed in place, for which it is little
         else:
             seconds = self._per_byte * sum(one.nbytes for one in tensors)
-        link.compute = max(link.compute, link.host) + seconds
+        link.compute = max(link.compute, link.host) + seconds * self.pace
         link.host += PER_OPERATOR
         return result
 
 
 def _pairs(tensors):
-    return itertools.pairwise([*tensors, tensors[0]]) if len(tensors) > 1 else ()
+    return itertools.combinations(tensors, 2)
 
 
-def install(monkeypatch, rate):
+def install(monkeypatch, rate, uneven=0.0):
     """Let `Offload(to="cpu")` and `recollect.offload` take tensors of the CPU for ones of that device."""
-    link = Link(rate)
+    link = Link(rate, uneven)
     monkeypatch.setattr(links, "_links", {Link.device: link})
     monkeypatch.setattr(chosen, "_stores", {})
     monkeypatch.setitem(chosen._DEVICES, "cpu", ("cpu",))

@@ -65,7 +65,7 @@ LAYERS = [
     ["recollect._stores.store", "recollect.policy"],
     ["recollect._stores.courses", "recollect._stores.flights", "recollect._stores.forms", "recollect._stores.disk"],
     ["recollect._stores.media", "recollect._stores.files"],
-    ["recollect._stores.pool"],
+    ["recollect._stores.pool", "recollect._travel"],
     ["recollect._stores", "recollect._stores.links", "recollect._stores.ranges", "recollect._stores.statistics"],
     ["recollect._record", "recollect._generators", "recollect._known", "recollect._meters"],
     ["recollect._inputs", "recollect._verify", "recollect._digest"],

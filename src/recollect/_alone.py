@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,8 @@ from recollect._torch import is_fully_sharded, storage_key
 from recollect._tried import decided
 from recollect.modules import unapply
 
-_TIMES = 3  # runs in a row that are timed together
+_TIMES = 2  # runs in a row that are timed together
+_WARM_UP = 0.5  # seconds
 _LEAST = 1e-6  # seconds for a decision
 
 
@@ -176,20 +178,33 @@ def _failing(run: Callable[[], None]) -> str:
 def _times(
     bench: Bench, alone: _Alone, sample: Sample, proposed: Sequence[Candidate], working: Sequence[int], repeats: int
 ) -> tuple[float, float, dict[int, float]]:
-    """The seconds of a forward, of a step, and what each way adds to that."""
-    times: dict[int, list[float]] = {number: [] for number in working}
-    forward_times: list[float] = []
+    """The seconds of a forward, of a step, and what each way adds to that.
+
+    A device that is at work grows warmer and slower. So it is warmed up, and each way is compared with keeping
+    everything right after it.
+    """
+    if not bench.is_estimated and bench.device.type != "cpu":
+        start = time.perf_counter()
+        while time.perf_counter() - start < _WARM_UP:
+            bench.clock.seconds(alone.train, _TIMES)
+    forwards: list[float] = []
+    whole: list[float] = []
+    added: dict[int, list[float]] = {number: [] for number in working}
     for _ in range(1 if bench.is_estimated else repeats):
-        forward_times.append(bench.clock.seconds(alone.forward, _TIMES))
-        for number, all_times in times.items():
+        forwards.append(bench.clock.seconds(alone.forward, _TIMES))
+        for number, differences in added.items():
             with decided(sample.module, {"": proposed[number].decisions}):
                 if not bench.is_estimated:
                     alone.train()  # the first time after a change of decisions does not count
-                all_times.append(bench.clock.seconds(alone.train, _TIMES))
-    # What counts is how much longer a way takes than keeping everything, within a round: machines drift.
-    added = [statistics.median(a - b for a, b in zip(each, times[KEEP], strict=True)) for each in times.values()]
-    forward, whole = worst([statistics.median(forward_times), statistics.median(times[KEEP])])
-    return forward, whole, dict(zip(times, worst(added), strict=True))
+                way = bench.clock.seconds(alone.train, _TIMES)
+            if number == KEEP:
+                whole.append(way)
+            elif not bench.is_estimated:
+                whole.append(bench.clock.seconds(alone.train, _TIMES))
+            differences.append(way - whole[-1])
+    forward, step = worst([statistics.median(forwards), statistics.median(whole)])
+    medians = worst([statistics.median(differences) for differences in added.values()])
+    return forward, step, dict(zip(added, medians, strict=True))
 
 
 def _kept_for_good(block: Call, settled: Sequence[Option] | None, failure: Failure) -> Kind:

@@ -13,8 +13,6 @@ on the meta device will do.
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -193,34 +191,6 @@ class RealClock:
             work()
         self._wait()
         return (time.perf_counter() - start) / times
-
-
-LINK_BYTES = 2**27  # that are moved to see how fast a link is
-
-
-def link_of(device: torch.device, to: str, directory: str | None) -> tuple[float, float]:
-    """Bytes per second from a device to where `Offload` puts them, and back."""
-    size = LINK_BYTES
-    clock = RealClock(device)
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    if to == "cpu":
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        ways = (lambda: host.copy_(source, non_blocking=True), lambda: source.copy_(host, non_blocking=True))
-        for way in ways:
-            way()  # warms up
-        out, back = (size / clock.seconds(way, 4) for way in ways)
-        return out, back
-    content = bytes(size)
-    with tempfile.TemporaryFile(dir=directory) as file:
-
-        def write() -> None:
-            file.write(content)
-            os.fsync(file.fileno())
-
-        out = size / clock.seconds(write, 1)
-        file.seek(0)
-        back = size / clock.seconds(file.read, 1)
-    return out, back
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,8 @@ class Kind:
         """The same with the options alone that compute nothing again."""
         return dataclasses.replace(self, options=tuple(one for one in self.options if not one.recomputes()))
 
-    def with_offloading(self, offload: Offload) -> Kind:
-        """The same with ways to offload.
+    def with_offloading(self, offload: Offload, price: float) -> Kind:
+        """The same with ways to offload, where each byte adds `price` seconds though nobody waits for it.
 
         What these take is not measured alone, where there is nothing to hide copies behind, but told by the bytes and
         the link: see `_problem.py`.
@@ -87,6 +87,7 @@ class Kind:
                         option,
                         name="offload" if option.name == "keep" else f"offload, {option.name}",
                         decisions={"": offload, **option.decisions},
+                        seconds=option.seconds + price * option.kept,
                         kept=0,
                         out=option.kept,
                     )
@@ -97,6 +98,7 @@ class Kind:
                         option,
                         name=f"{option.name}, offload the input",
                         decisions={**option.decisions, "": dataclasses.replace(whole, inputs=offload)},
+                        seconds=option.seconds + price * recompute.kept,
                         kept=option.kept - recompute.kept,
                         out=recompute.kept,
                     )

@@ -30,11 +30,11 @@ from recollect._alone import measure_kind
 from recollect._bench import BACKWARD, FORWARD, START, Bench, Mark
 from recollect._calls import BackwardInsideError, Call, find_blocks, take_samples, watch_calls
 from recollect._failures import IN_PLACE, Failure
-from recollect._meters import LINK_BYTES, link_of
 from recollect._options import KEEP, RECOMPUTE, Kind, Option
 from recollect._problem import Block, Choice, Link, Moment, Problem
 from recollect._ranks import worst
 from recollect._stores.files import Files, not_written
+from recollect._travel import LINK_BYTES, price_of_copies, speeds_of_link
 from recollect._tried import attempt, decided
 from recollect.policy import Decision, Offload
 
@@ -225,8 +225,10 @@ def measure(
         tell("weighing a step", 1, 1)
     if offload is not None:
         tell("measuring the link", 0, 1)
-        kinds = [kind.with_offloading(offload) for kind in profile.kinds]
-        profile = dataclasses.replace(profile, kinds=tuple(kinds), link=_link(bench, offload))
+        link = _link(bench, offload)
+        price = _price(bench, profile, offload, link, repeats)
+        kinds = [kind.with_offloading(offload, price) for kind in profile.kinds]
+        profile = dataclasses.replace(profile, kinds=tuple(kinds), link=link)
     return profile
 
 
@@ -308,10 +310,21 @@ def _link(bench: Bench, offload: Offload) -> tuple[float, float]:
     if bench.gpu is not None:
         return bench.gpu.link, bench.gpu.link
     if offload.to == "cpu":
-        return link_of(bench.device, "cpu", None)
+        return speeds_of_link(bench.device, "cpu", None)
     files = Files(None if offload.directory is None else os.fspath(offload.directory))
     try:
         files.prepare()
-        return link_of(bench.device, "disk", files.directory)
+        return speeds_of_link(bench.device, "disk", files.directory)
     except OSError as error:
         raise not_written(files.directory, LINK_BYTES, error) from error
+
+
+def _price(bench: Bench, profile: Profile, offload: Offload, link: tuple[float, float], repeats: int) -> float:
+    """Seconds that a byte adds to a step that does not wait for it."""
+    if bench.gpu is not None:
+        return 2 / bench.gpu.bytes  # it is read from the device's memory, and written to it
+    if offload.to != "cpu":
+        return 0.0
+    with bench.leaving_nothing(), decided(bench.model, profile.decisions(profile.base)):
+        price = price_of_copies(bench.device, bench.train, profile.seconds, link, repeats)
+    return worst([price])[0]

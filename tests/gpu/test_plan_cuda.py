@@ -8,8 +8,8 @@ import torch
 import models
 import recollect
 from recollect._bench import Bench
-from recollect._meters import link_of
 from recollect._problem import peak
+from recollect._travel import speeds_of_link
 from recollect._tried import decided
 from recollect.profile import measure
 
@@ -113,7 +113,7 @@ def test_what_is_free_is_a_budget(gpt):
 
 
 def test_the_link_is_measured():
-    out, back = link_of(torch.device("cuda"), "cpu", None)
+    out, back = speeds_of_link(torch.device("cuda"), "cpu", None)
     assert 1e9 < out < 1e12
     assert 1e9 < back < 1e12
 

@@ -22,10 +22,10 @@ import torch
 from recollect import _errors
 from recollect._chains.chain import Chain
 from recollect._chains.measured import Measured, measure, size_of
-from recollect._meters import link_of
 from recollect._schedules.actions import Action, Backward, Drop, Forward, Keep, Restore
 from recollect._stores.chosen import store_of
 from recollect._stores.store import Store
+from recollect._travel import speeds_of_link
 from recollect.policy import Offload
 from recollect.schedules import Chain as Numbers
 from recollect.schedules import Schedule, ScheduleError, hrevolve, revolve, rotor
@@ -192,7 +192,7 @@ def _over_tiers(
 
 @functools.cache
 def _rates(device: torch.device, to: str) -> tuple[float, float]:
-    return link_of(device, to, None)
+    return speeds_of_link(device, to, None)
 
 
 def _about(number: float) -> float:

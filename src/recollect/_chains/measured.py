@@ -176,7 +176,7 @@ class _Bench:
         return gives, (output, saved, gradient, max(forward_peak - held, 0), on_top)
 
     def _on_top(self, step: int, leaves: list[Any], needs: Needs, meter: Meter, *, weights: bool) -> int:
-        """What a backward takes besides the gradients that it is given; what those of weights take on the way is in it."""
+        """What a backward takes besides the gradients that it is given, and besides what those of weights are."""
         chain = self._chain
         first = sequence_number()
         after, own, _ = chain.run_with_graph(step, leaves, needs)

@@ -1,0 +1,68 @@
+"""What the way to the host or to disk takes: how fast it is, and what it costs the work that goes on beside it."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+
+import torch
+
+from recollect._meters import RealClock
+from recollect._stores import links
+
+LINK_BYTES = 2**27  # that are moved to see how fast a link is
+_BUSY = 1 / 3  # of the time of the work beside which copies are looked at
+
+
+def speeds_of_link(device: torch.device, to: str, directory: str | None) -> tuple[float, float]:
+    """Bytes per second from a device to where `Offload` puts them, and back."""
+    size = LINK_BYTES
+    clock = RealClock(device)
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    if to == "cpu":
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        ways = (lambda: host.copy_(source, non_blocking=True), lambda: source.copy_(host, non_blocking=True))
+        for way in ways:
+            way()  # warms up
+        out, back = (size / clock.seconds(way, 4) for way in ways)
+        return out, back
+    content = bytes(size)
+    with tempfile.TemporaryFile(dir=directory) as file:
+
+        def write() -> None:
+            file.write(content)
+            os.fsync(file.fileno())
+
+        out = size / clock.seconds(write, 1)
+        file.seek(0)
+        back = size / clock.seconds(file.read, 1)
+    return out, back
+
+
+def price_of_copies(
+    device: torch.device, work: Callable[[], object], seconds: float, link: tuple[float, float], repeats: int
+) -> float:
+    """Seconds that work takes longer for each byte that goes to the host and comes back beside it.
+
+    Nobody waits for these bytes. But they go through the device's memory too, and take a part of its power.
+    """
+    clock, copies = RealClock(device), links.link_of(device)
+    size = min(LINK_BYTES, int(min(link) * seconds * _BUSY))
+    if copies is None or size < 2**20:
+        return 0.0
+    count = int(min(link) * seconds * _BUSY) // size
+    sources = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    hosts = [copies.host_memory(size) for _ in range(2)]
+
+    def with_copies() -> None:
+        for _ in range(count):
+            copies.copy_out(sources[0], hosts[0], [copies.now()])
+            copies.copy_in(hosts[1], sources[1], [copies.now()])
+        work()
+
+    with_copies()
+    longer = statistics.median(clock.seconds(with_copies, 1) - clock.seconds(work, 1) for _ in range(repeats))
+    # Noise may be more than all of it, but copies cost no more than work that waits for them.
+    return min(max(longer, 0.0) / (size * count), 1 / link[0] + 1 / link[1])

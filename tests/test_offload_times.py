@@ -1,0 +1,128 @@
+"""Offloading on a device with a clock of its own: no step waits for a copy that had the time. See clockwork.py.
+
+A model of 16 layers whose forward takes the device 90 ms; what a layer saves takes the link 33 ms each way. So the
+first three layers leave during the forward, and come back while others go backward.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import clockwork
+import recollect
+from recollect import Offload, Recompute, Save
+
+LAYERS, WIDTH, TOKENS = 16, 32, 64
+aten = torch.ops.aten
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+        self.mlp = Gated()
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def saved_by_a_layer():
+    layer, x = Layer(), torch.randn(TOKENS, WIDTH, requires_grad=True)
+    sizes = {}
+
+    def pack(tensor):
+        memory = tensor.untyped_storage()
+        sizes[memory.data_ptr()] = memory.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x)
+    del y
+    return sum(sizes.values()) - sum(one.nbytes for one in layer.parameters())
+
+
+class Training:
+    """Steps of a model on the device with a clock."""
+
+    def __init__(self, monkeypatch, uneven):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+        self.x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+        products, others = (self._forward_alone(*per) for per in ((1e-9, 0.0), (0.0, 1e-9)))
+        rate = saved_by_a_layer() / 0.033
+        self.link = clockwork.install(monkeypatch, rate, uneven)
+        # Of 90 ms, 60 are for products.
+        self.working = clockwork.Working(self.link, 1e-9 * 0.06 / products, 1e-9 * 0.03 / others)
+
+    def _forward_alone(self, per_operation, per_byte):
+        link = clockwork.Link(1.0)
+        link.host = -1e9  # far ahead
+        with clockwork.Working(link, per_operation, per_byte):
+            self.model(self.x)
+        return link.compute
+
+    def step(self):
+        """How long it takes, and how long of that the device waits for copies."""
+        link = self.link
+        self.model.zero_grad()
+        link.synchronize()
+        begin, waited = link.compute, link.waited
+        self.working.pace = link.about_one()
+        with self.working:
+            self.model(self.x).sum().backward()
+        return link.compute - begin, link.waited - waited
+
+    def waits(self, decisions, steps=20):
+        """Of each step once the first two have shown what steps are like, as parts of what they take without."""
+        with recollect.apply(self.model, decisions):
+            found = [self.step() for _ in range(steps)][2:]
+        return [waited / (took - waited) for took, waited in found]
+
+
+away = Offload(min_bytes=0)
+products = recollect.save_ops(aten.mm, calls=[0, 1])
+DECISIONS = {
+    "one layer": {"0": away},
+    "two layers": {"0": away, "1": away},
+    "two layers and a part of the third": {"0": away, "1": away, "2.mlp": away},
+    "two layers, partly recomputed": dict.fromkeys("01", away) | {f"{n}.mlp": Recompute(policy=products) for n in "01"},
+    "inputs": {"*": Recompute(inputs=away)},
+    "inputs, and parts kept": {"*": Recompute(inputs=away), "*.attn": Save()},
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+@pytest.mark.parametrize("uneven", [0.0, 0.04], ids=["even", "uneven"])
+def test_steps_wait_for_no_copy(monkeypatch, name, uneven):
+    waits = Training(monkeypatch, uneven).waits(DECISIONS[name])
+    assert max(waits) < 1e-3, waits
+    assert recollect.offload_stats().bytes_out > 0
+
+
+def test_more_than_the_link_carries_is_waited_for(monkeypatch):
+    """The clock itself: it would show a wait."""
+    waits = Training(monkeypatch, 0.0).waits({"*": Offload(min_bytes=0, ahead=1)}, steps=4)
+    assert min(waits) > 0.5, waits
+
+
+def test_other_steps_in_between_make_no_step_wait(monkeypatch):
+    training = Training(monkeypatch, 0.02)
+    for _ in range(3):
+        for name in ("two layers", "two layers and a part of the third", "one layer"):
+            waits = training.waits(DECISIONS[name], steps=5)
+    for name in ("two layers", "two layers and a part of the third", "one layer"):
+        waits += training.waits(DECISIONS[name], steps=5)
+    assert max(waits) < 1e-3, waits
