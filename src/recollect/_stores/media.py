@@ -123,12 +123,13 @@ class HostMedium:
         block = self.pool.take(source.numel())
         if block is None:
             return None
+        stream = link.device, "out"
         try:
-            left = link.copy_out(source, block.memory, [begun or link.now(), *block.free_after()])
+            left = link.copy_out(source, block.memory, [begun or link.now(), *block.free_after(stream)])
         except BaseException:
             block.give_back()
             raise
-        block.is_used_until(left, (link.device, "out"))
+        block.is_used_until(left, stream)
         return _OnHost(block, link, left)
 
 

@@ -21,16 +21,27 @@ from recollect._stores.ranges import Ranges
 
 _ALIGNMENT = 512
 _SMALLEST, _LARGEST = 2**25, 2**30  # of slabs, unless what is asked for is larger still
+_PARTS = 1000  # of a slab that are remembered
 
 
 class _Slab:
-    __slots__ = ("busy", "memory", "ranges")
+    __slots__ = ("_parts", "busy", "memory", "ranges")
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
         self.ranges = Ranges(memory.numel(), _ALIGNMENT)
         # Until when each stream is at work in it: the later of two moments on a stream includes the earlier.
         self.busy: dict[object, Moment] = {}
+        self._parts: dict[tuple[int, int], Tensor] = {}
+
+    def part(self, begin: int, size: int) -> Tensor:
+        """A part of the memory; the next step will ask for the same ones."""
+        found = self._parts.get((begin, size))
+        if found is None:
+            if len(self._parts) >= _PARTS:
+                self._parts.clear()
+            found = self._parts[begin, size] = self.memory.narrow(0, begin, size)
+        return found
 
 
 class Block:
@@ -43,15 +54,15 @@ class Block:
         self._slab = slab
         self._begin = begin
         self.size = size
-        self.memory = slab.memory.narrow(0, begin, size)
+        self.memory = slab.part(begin, size)
 
     def is_used_until(self, moment: Moment, stream: object) -> None:
         """A copy was begun on a stream."""
         self._slab.busy[stream] = moment
 
-    def free_after(self) -> list[Moment]:
-        """What has to be past before anything is written to it."""
-        return list(self._slab.busy.values())
+    def free_after(self, stream: object = None) -> list[Moment]:
+        """What has to be past before anything is written to it on a stream, whose own work is in order anyway."""
+        return [moment for one, moment in self._slab.busy.items() if one != stream]
 
     def wait_until_free(self) -> None:
         for moment in self.free_after():

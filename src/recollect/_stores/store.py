@@ -111,11 +111,15 @@ class Copy:
 
     def is_changed(self) -> bool:
         """Whether the tensor was changed in place since."""
-        return version_of(self.watch) != self.version or any(version_of(one) != then for one, then in self.aliases)
+        if version_of(self.watch) != self.version:
+            return True
+        return bool(self.aliases) and any(version_of(one) != then for one, then in self.aliases)
 
     def is_watched_by(self, tensor: Tensor) -> bool:
         """Whether a change of a tensor counts as one of this."""
-        return any(share_version_counter(tensor, one) for one in (self.watch, *(one for one, _ in self.aliases)))
+        if share_version_counter(tensor, self.watch):
+            return True
+        return bool(self.aliases) and any(share_version_counter(tensor, one) for one, _ in self.aliases)
 
     def __del__(self) -> None:
         self._graves.append((self.key, self.held, self.incoming, self.size if self.is_ahead else 0))
@@ -183,7 +187,7 @@ class Store:
         link = link_of(tensor.device)
         if link is None or not link.can_be_used_now():
             return None
-        with self._lock, out_of_sight():
+        with self._lock:
             self._bury()
             if self._step is None or not self._alive or self._step.is_full():
                 self._begin_step(link)
@@ -195,9 +199,10 @@ class Store:
                 is_whole = False
                 copy = self._find(_key_of_part(key, tensor), tensor)
             if copy is None:
-                copy = self._copy(tensor, link, key, is_whole=is_whole)
-            if copy is None:
-                return None
+                with out_of_sight():
+                    copy = self._copy(tensor, link, key, is_whole=is_whole)
+                if copy is None:
+                    return None
             copy.tickets += 1
             return Ticket(copy, Form(tensor, is_whole=is_whole))
 
@@ -250,16 +255,16 @@ class Store:
 
     def _begin_flight(self, flight: Flight, moment: Moment, size: int) -> None:
         course, place, link = None if self._step is None else self._step.course, flight.place, flight.link
-        landed = self._flights.land_what_has_left(-1 if course is None else course.gone_by(place))
         waits = (self._changes or self._steps == 1) if course is None else place in course.changed
+        landed: list[Flight] = []
         if waits or (place, size) in self._surprises:
             flight.hold_back()
             flight.land()
             landed.append(flight)
         else:
             self._flights.begin(flight)
-            self._flights.land_what_has_left()  # the host's own memory has left at once
-            landed += self._flights.land_what_is_too_much(self._bound(self._in_flight, link))
+        landed += self._flights.land_what_has_left(-1 if course is None else course.gone_by(place))
+        landed += self._flights.land_what_is_too_much(self._bound(self._in_flight, link))
         self._note_landed(link, moment, landed)
 
     def hold_back(self, ticket: Ticket) -> None:
