@@ -6,8 +6,12 @@ import pytest
 import torch
 
 import lazy_link
-from recollect import _travel
+import models
+from recollect import Offload, Recompute, _travel
+from recollect._bench import Bench
+from recollect._options import Kind, Option
 from recollect._travel import price_of_copies, speeds_of_link
+from recollect.profile import measure
 
 CPU = torch.device("cpu")
 
@@ -45,6 +49,22 @@ def test_copies_cost_no_more_than_work_that_waits_for_them(monkeypatch):
     monkeypatch.setattr(_travel.links, "_links", {CPU: Slow(0.05)})
     monkeypatch.setattr(_travel, "LINK_BYTES", 2**20)
     assert price_of_copies(CPU, lambda: None, 0.1, (1e9, 1e9), 1) == 2e-9
+
+
+def test_what_is_offloaded_is_paid_for():
+    keep, recompute = Option("keep", {}, 0.0, 900, 0, 0), Option("recompute", {"": Recompute()}, 5.0, 100, 0, 0)
+    kind = Kind("Layer", (keep, recompute), 1.0, 2.0).with_offloading(Offload(), 0.01)
+    seconds = {one.name: (one.seconds, one.out) for one in kind.options[2:]}
+    assert seconds == {"offload": (9.0, 900), "recompute, offload the input": (6.0, 100)}
+
+
+def test_on_paper_a_byte_costs_its_way_through_the_devices_memory():
+    with torch.device("meta"):
+        model, batch = models.Stack(), torch.randn(2, 8, 32)
+    profile = measure(Bench(model, batch, None, "H200"), offload=Offload())
+    (offload,) = [one for one in profile.kinds[0].options if one.name == "offload"]
+    assert offload.out > 0
+    assert offload.seconds == pytest.approx(offload.out * 2 / 4.8e12)
 
 
 def test_steps_that_are_over_at_once_are_not_looked_at(monkeypatch):
