@@ -1417,7 +1417,7 @@ FAULTS = (
     fault(
         "copies have no time to spare on their way back",
         "_stores/courses.py",
-        "- (1 + _SPARE) * durations[index]",
+        "- (1 + SPARE) * durations[index]",
         "- durations[index]",
         "test_offload.py::test_when_to_begin_at_the_latest",
         "test_offload_times.py",
@@ -1425,7 +1425,7 @@ FAULTS = (
     fault(
         "copies are expected to have left in no more time than before",
         "_stores/courses.py",
-        "left[last + 1] * (1 + _SPARE) + _SPARE_MS <= time",
+        "left[last + 1] * (1 + SPARE) + _SPARE_MS <= time",
         "left[last + 1] <= time",
         "test_offload_times.py",
     ),
@@ -1456,6 +1456,13 @@ FAULTS = (
         "                        seconds=option.seconds + price * option.kept,\n",
         "",
         "test_travel.py::test_what_is_offloaded_is_paid_for",
+    ),
+    fault(
+        "plans count on all that the link carries",
+        "profile.py",
+        "Link(*(rate / (1 + SPARE) for rate in self.link))",
+        "Link(*self.link)",
+        "test_travel.py",
     ),
     fault(
         "copies cost the work beside them nothing",

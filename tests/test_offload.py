@@ -846,7 +846,7 @@ def test_what_is_asked_for_too_soon_stays():
 
 
 def test_when_to_begin_at_the_latest():
-    spare = 1 + courses._SPARE
+    spare = 1 + courses.SPARE
     begins = courses._latest_begins([0.0, 10.0, 11.0, 30.0], [1.0, 4.0, 4.0, 5.0], stays={0})
     assert begins[1:] == pytest.approx([11.0 - 8.0 * spare, 11.0 - 4.0 * spare, 30.0 - 5.0 * spare])
 

@@ -12,6 +12,7 @@ from torch import nn
 import clockwork
 import recollect
 from recollect import Offload, Recompute, Save
+from recollect._stores import chosen
 
 LAYERS, WIDTH, TOKENS = 16, 32, 64
 aten = torch.ops.aten
@@ -110,6 +111,22 @@ def test_steps_wait_for_no_copy(monkeypatch, name, uneven):
     waits = Training(monkeypatch, uneven).waits(DECISIONS[name])
     assert max(waits) < 1e-3, waits
     assert recollect.offload_stats().bytes_out > 0
+
+
+@pytest.mark.parametrize("name", ["one layer", "two layers", "inputs"])
+def test_what_has_left_in_time_holds_no_memory_when_backward_begins(monkeypatch, name):
+    """Though the host is ahead, and cannot see that it has left: that much is what plans count on."""
+    training = Training(monkeypatch, 0.0)
+    with recollect.apply(training.model, DECISIONS[name]):
+        for _ in range(3):
+            training.step()
+        with training.working:
+            loss = training.model(training.x).sum()
+        (store,) = chosen._stores.values()
+        in_flight = sum(flight.size for flight in store._flights._flying)
+        loss.backward()
+    last = 0 if name != "inputs" else training.x.nbytes  # of the last layer, which has had no time
+    assert in_flight <= last
 
 
 def test_more_than_the_link_carries_is_waited_for(monkeypatch):

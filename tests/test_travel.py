@@ -10,6 +10,7 @@ import models
 from recollect import Offload, Recompute, _travel
 from recollect._bench import Bench
 from recollect._options import Kind, Option
+from recollect._stores.courses import SPARE
 from recollect._travel import price_of_copies, speeds_of_link
 from recollect.profile import measure
 
@@ -65,6 +66,8 @@ def test_on_paper_a_byte_costs_its_way_through_the_devices_memory():
     (offload,) = [one for one in profile.kinds[0].options if one.name == "offload"]
     assert offload.out > 0
     assert offload.seconds == pytest.approx(offload.out * 2 / 4.8e12)
+    link = profile.problem(offloading=True).link
+    assert (link.out, link.back) == pytest.approx((55e9 / (1 + SPARE),) * 2)  # copies have time to spare
 
 
 def test_steps_that_are_over_at_once_are_not_looked_at(monkeypatch):

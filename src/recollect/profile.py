@@ -33,6 +33,7 @@ from recollect._failures import IN_PLACE, Failure
 from recollect._options import KEEP, RECOMPUTE, Kind, Option
 from recollect._problem import Block, Choice, Link, Moment, Problem
 from recollect._ranks import worst
+from recollect._stores.courses import SPARE
 from recollect._stores.files import Files, not_written
 from recollect._travel import LINK_BYTES, price_of_copies, speeds_of_link
 from recollect._tried import attempt, decided
@@ -144,7 +145,7 @@ class Profile:
             ),
             tuple(moments),
             self.tied,
-            Link(*self.link) if offloading and self.link is not None else None,
+            Link(*(rate / (1 + SPARE) for rate in self.link)) if offloading and self.link is not None else None,
             host_bytes,
         )
 

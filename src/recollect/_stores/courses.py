@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from recollect._stores.store import Copy
 
 _LOOKED_AT = 256  # how many places ahead, at most
-_SPARE, _SPARE_MS = 0.08, 0.5  # no two steps are alike: a device that is cool or alone is faster
+SPARE = 0.08  # of the time that copies take: no two steps are alike, and a device that is cool or alone is faster
+_SPARE_MS = 0.5
 _LONGEST = 2**16  # of all that is noted of a step
 
 
@@ -251,7 +252,7 @@ def _gone_by(times: list[float], left: list[float]) -> list[int]:
     """For each of some times, in order, the last place that had left by then, with a bit to spare."""
     gone, last = [], -1
     for time in times:
-        while last + 1 < len(left) and left[last + 1] * (1 + _SPARE) + _SPARE_MS <= time:
+        while last + 1 < len(left) and left[last + 1] * (1 + SPARE) + _SPARE_MS <= time:
             last += 1
         gone.append(last)
     return gone
@@ -275,6 +276,6 @@ def _latest_begins(needed: list[float], durations: list[float], stays: set[int])
     begins, latest = [0.0] * len(needed), math.inf
     for index in reversed(range(len(needed))):
         if index not in stays:
-            latest = min(latest, needed[index]) - (1 + _SPARE) * durations[index]
+            latest = min(latest, needed[index]) - (1 + SPARE) * durations[index]
         begins[index] = latest
     return begins
