@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from recollect._meters import RealClock
+from recollect._ranks import worst
 from recollect._stores import links
 
 LINK_BYTES = 2**27  # that are moved to see how fast a link is
@@ -49,12 +50,20 @@ def price_of_copies(
     Nobody waits for these bytes. But they go through the device's memory too, and take a part of its power.
     """
     clock, copies = RealClock(device), links.link_of(device)
-    size = min(LINK_BYTES, int(min(link) * seconds * _BUSY))
+    rate = -worst([-min(link)])[0]  # ranks do the same, or they would wait for each other
+    size = min(LINK_BYTES, int(rate * seconds * _BUSY))
     if copies is None or size < 2**20:
         return 0.0
-    count = int(min(link) * seconds * _BUSY) // size
-    sources = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-    hosts = [copies.host_memory(size) for _ in range(2)]
+    count = int(rate * seconds * _BUSY) // size
+    sources, hosts = [], []
+    try:
+        for _ in range(2):
+            sources.append(torch.empty(size, dtype=torch.uint8, device=device))
+            hosts.append(copies.host_memory(size))
+    except torch.OutOfMemoryError:
+        pass
+    if worst([len(hosts) < 2])[0]:
+        return 0.0
 
     def with_copies() -> None:
         for _ in range(count):
