@@ -204,6 +204,51 @@ def test_what_the_gradients_of_weights_take_on_the_way_is_in_a_budget(length):
     assert peak_of(run, [x, weight]) <= least + weight.nbytes
 
 
+def test_weights_with_a_history_count_alike():
+    leaf, x = torch.ones(64, requires_grad=True), torch.randn(128, 64, requires_grad=True)
+    weight = leaf * 1
+    steps = [  # two functions: what one takes is known then
+        lambda x: x.sin() + weight.expand(8, 128, 64).exp().sum(0),
+        lambda x: x.sin() + leaf.expand(8, 128, 64).exp().sum(0),
+    ]
+    first, second = (smallest(step, x, length=8) for step in steps)
+    assert first == second
+
+
+def test_gradients_of_a_weight_of_several_steps_are_summed_within_a_budget():
+    weight, x = torch.randn(256, 256, requires_grad=True), torch.randn(16, 256, requires_grad=True)
+    step = lambda x: (x @ weight).sin()  # noqa: E731
+    least = smallest(step, x, length=8)
+    run = lambda: recollect.sequential(step, x, length=8, budget=least).sum().backward()  # noqa: E731
+    run()  # learns
+    assert peak_of(run, [x, weight]) <= least + weight.nbytes + x.nbytes + 64  # the sum, and what is the program's
+
+
+def test_sparse_gradients_within_a_budget():
+    torch.manual_seed(0)
+    words, index = nn.Embedding(100, 16, sparse=True), torch.randint(0, 100, (64,))
+    x = torch.randn(64, 16, requires_grad=True)
+    recollect.sequential(lambda x: (x + words(index)).sin(), x, length=10, budget=100_000).sum().backward()
+    got, words.weight.grad = words.weight.grad.to_dense(), None
+    plain(lambda x: (x + words(index)).sin(), x, 10).sum().backward()
+    assert torch.allclose(got, words.weight.grad.to_dense())
+
+
+def test_measuring_what_is_known_puts_back_what_steps_change_outside():
+    def count_of(rows, **options):
+        count = torch.zeros(())
+
+        def step(state):
+            count.add_(1)
+            return state.sin() * (2 + 0 * count)
+
+        recollect.sequential(step, torch.randn(rows, 8, requires_grad=True), length=6, **options).sum().backward()
+        return count.item()
+
+    assert count_of(4, slots=2) == 6
+    assert count_of(5, budget=10**6) == 6  # the function is known by now, and changes another tensor
+
+
 def test_a_budget_for_equal_steps():
     torch.manual_seed(0)
     layer = nn.Linear(16, 16)

@@ -7,12 +7,14 @@ import gc
 import os
 import pickle
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import lazy_link
 import recollect
@@ -568,6 +570,65 @@ def test_what_was_changed_through_a_view_that_counts_apart_is_copied_anew():
     second = store.put(whole)
     assert torch.equal(store.get(second), before + 1)
     assert second.copy is not first.copy
+
+
+def test_of_many_views_that_count_apart_a_change_waits(lazy, x):
+    """A recurrent net makes some in every time step, over one product."""
+    lazy.chance = 0.0
+    store = chosen.store_of(Offload(min_bytes=0))
+    for step in range(3):
+        whole = torch.randn(16, 16).mul_(2)
+        ticket, before = store.put(whole), whole.clone()
+        views = [aten._unsafe_view(whole, [256]) for _ in range(50)]
+        for view in views:
+            store.also_watch(ticket, view)
+        assert len(ticket.copy.aliases) == store_module._WATCHED
+        assert ticket.copy.held.left.query() or step == 0
+        views[-1].add_(1)
+        again = store.put(whole)
+        assert torch.equal(store.get(again), before + 1)
+        assert torch.equal(store.get(ticket), before)
+        del ticket, again
+
+
+class Serial(TorchFunctionMode):
+    """A mode of the user's that takes a lock, and lets others run meanwhile."""
+
+    lock = threading.RLock()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        with self.lock:
+            time.sleep(0)
+            return func(*args, **(kwargs or {}))
+
+
+class Square(torch.autograd.Function):
+    """What it saves is packed outside of all torch functions."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad * ctx.saved_tensors[0]
+
+
+def test_no_code_of_the_users_runs_while_others_wait_for_the_store():
+    def work():
+        x = torch.randn(16, 16, requires_grad=True)
+        for _ in range(40):
+            with Serial(), everything():
+                y = Square.apply(Square.apply(x * 1).tanh())
+            y.sum().backward()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 @pytest.mark.parametrize("is_used", [True, False])

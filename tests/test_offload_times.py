@@ -129,6 +129,31 @@ def test_what_has_left_in_time_holds_no_memory_when_backward_begins(monkeypatch,
     assert in_flight <= last
 
 
+def test_what_the_device_waits_for_is_counted(monkeypatch):
+    """Also where a change in place waits for a copy, behind others that are on their way."""
+    link = clockwork.install(monkeypatch, rate=1e6)
+    x = torch.randn(64, 64, requires_grad=True)
+    for step in range(6):
+        link.synchronize()
+        waited, counted = link.waited, recollect.offload_stats().waited_seconds
+        with recollect.offload(min_bytes=0):
+            y = x
+            for _ in range(4):
+                y = (y * 1.5).sin()
+                link.compute += 0.04
+            changed = y * 1.5
+            z = changed.sin()
+            with torch.no_grad():
+                changed.mul_(2)
+            link.compute += 0.01
+        link.compute += 0.2
+        z.sum().backward()
+        link.synchronize()
+        if step:
+            assert recollect.offload_stats().waited_seconds - counted == pytest.approx(link.waited - waited)
+    assert link.waited > waited
+
+
 def test_more_than_the_link_carries_is_waited_for(monkeypatch):
     """The clock itself: it would show a wait."""
     waits = Training(monkeypatch, 0.0).waits({"*": Offload(min_bytes=0, ahead=1)}, steps=4)

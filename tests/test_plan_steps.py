@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import gc
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 
 import recollect
 from models import Gpt, Layer, Shared, Stack, next_word
-from recollect import BudgetError, Plan, composable
+from recollect import BudgetError, Plan, _alone, composable
 from recollect._aside import Gradient
 from recollect._bench import Bench, sum_of_outputs
 from recollect._failures import ALONE, IN_PLACE, Failure, in_lines, reason_of
@@ -138,6 +139,67 @@ def test_a_choice_that_fails_leaves_no_memory_behind():
         assert recollect.plan(model, batch, budget="80%", repeats=1).notes
         found.append(large_tensors())
     assert found[0] == found[1]
+
+
+class Counts(nn.Module):
+    """Changes a buffer in every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(32) for _ in range(4))
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_regions_of_the_users_that_wait_for_their_backward_are_left_alone():
+    """Also if measuring changes their inputs for a while."""
+    model, batch = Counts(), batch_of()
+    y = model(batch)
+    loss = recollect.checkpoint(lambda x, mean: ((x - mean).sin() * mean.cos()).sin(), y, model.mean).sum()
+    recollect.plan(model, batch, budget="90%", repeats=1)
+    loss.backward()
+
+
+def test_a_region_that_could_not_begin_disturbs_no_plan():
+    def pack(tensor):
+        raise ValueError("no room")
+
+    model, batch = Stack(), batch_of()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            recollect.checkpoint(model, batch.clone().requires_grad_())
+    except ValueError:  # "it does not fit, so make a plan"
+        assert recollect.plan(model, batch, budget="90%", repeats=1).measured
+
+
+def test_ranks_warm_up_as_often_as_each_other(monkeypatch):
+    """Each run of a block may hold collectives."""
+    agreed = []
+
+    def worst(values):
+        agreed.append(values)
+        return [7] if len(agreed) == 1 else values
+
+    monkeypatch.setattr(_alone, "worst", worst)
+    runs = []
+    device = SimpleNamespace(is_estimated=False, device=torch.device("cuda"), clock=Clock())
+    block = SimpleNamespace(train=lambda: runs.append(1), forward=lambda: None)
+    keep = _alone.Candidate("keep")
+    _alone._times(device, block, SimpleNamespace(module=nn.Linear(2, 2)), [keep], [0], 1)
+    assert agreed[0] == [50]  # half a second of 10 ms each
+    assert len(runs) == 7 + 1  # and one that does not count; the others are the clock's
+
+
+class Clock:
+    """Work takes 10 ms."""
+
+    def seconds(self, work, times):
+        return 0.01
 
 
 class Whole(nn.Module):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,9 +184,9 @@ def _times(
     everything right after it.
     """
     if not bench.is_estimated and bench.device.type != "cpu":
-        start = time.perf_counter()
-        while time.perf_counter() - start < _WARM_UP:
-            bench.clock.seconds(alone.train, _TIMES)
+        once = bench.clock.seconds(alone.train, _TIMES)
+        for _ in range(worst([math.ceil(_WARM_UP / once)])[0]):  # as often on all ranks, which wait for each other
+            alone.train()
     forwards: list[float] = []
     whole: list[float] = []
     added: dict[int, list[float]] = {number: [] for number in working}
@@ -200,6 +200,7 @@ def _times(
             if number == KEEP:
                 whole.append(way)
             elif not bench.is_estimated:
+                alone.train()  # likewise
                 whole.append(bench.clock.seconds(alone.train, _TIMES))
             differences.append(way - whole[-1])
     forward, step = worst([statistics.median(forwards), statistics.median(whole)])

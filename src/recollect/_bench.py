@@ -26,7 +26,6 @@ from recollect import _errors
 from recollect._ambient import RandomState
 from recollect._aside import Aside, set_aside
 from recollect._calls import hooks_on
-from recollect._engine.frame import release_what_cannot_be_replayed
 from recollect._generators import others
 from recollect._inputs import Arguments, find_tensors, rebuild
 from recollect._meters import Clock, Meter, RealClock, Roofline, as_on_gpu, gpu_of, meter_of
@@ -111,7 +110,6 @@ class Bench:
 
     def let_go(self) -> None:
         """Give back what nobody uses any more."""
-        release_what_cannot_be_replayed()
         gc.collect()
         if not self.is_estimated and self.device.type != "cpu":
             torch.accelerator.memory.empty_cache()

@@ -180,16 +180,16 @@ class RealClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._wait: Callable[[], object] = (
+        self.wait: Callable[[], object] = (  # until the device has done all that it was given
             (lambda: torch.accelerator.synchronize(device)) if device.type not in ("cpu", "meta") else (lambda: None)
         )
 
     def seconds(self, work: Callable[[], object], times: int) -> float:
-        self._wait()
+        self.wait()
         start = time.perf_counter()
         for _ in range(times):
             work()
-        self._wait()
+        self.wait()
         return (time.perf_counter() - start) / times
 
 

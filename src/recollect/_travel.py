@@ -71,7 +71,10 @@ def price_of_copies(
             copies.copy_in(hosts[1], sources[1], [copies.now()])
         work()
 
-    with_copies()
-    longer = statistics.median(clock.seconds(with_copies, 1) - clock.seconds(work, 1) for _ in range(repeats))
+    try:
+        with_copies()
+        longer = statistics.median(clock.seconds(with_copies, 1) - clock.seconds(work, 1) for _ in range(repeats))
+    finally:
+        clock.wait()  # or their memory would be somebody else's before they are through
     # Noise may be more than all of it, but copies cost no more than work that waits for them.
     return min(max(longer, 0.0) / (size * count), 1 / link[0] + 1 / link[1])

@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from recollect._bench import Bench
 from recollect._decided import decided_of
+from recollect._engine.frame import frames_made
 from recollect._failures import reason_of
 from recollect._ranks import worst
 from recollect.modules import apply
@@ -29,19 +30,25 @@ class decided:  # noqa: N801
         self._decisions = full_names(decisions)
         self._check = check
         self._handle: Any = None
+        self._frames = frames_made()
 
     def __enter__(self) -> None:
         if not self._decisions:
             return
+        self._frames.__enter__()
         self._handle = apply(self._model, by_module(self._model, self._decisions), determinism_check=self._check)
         for module in self._model.modules():
             one = decided_of(module)
             if one is not None:
                 one.entry.settled = True  # what is only tried may be of no use, and nobody is to be warned of it
 
-    def __exit__(self, *_: object) -> None:
-        if self._handle is not None:
-            self._handle.remove()
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if self._handle is None:
+            return
+        self._handle.remove()
+        self._frames.__exit__()
+        if error is not None:  # what was tried may change inputs of regions, and the graph stays alive then
+            self._frames.release_what_cannot_be_replayed()
 
 
 def full_names(decisions: Mapping[str, Mapping[str, Decision]]) -> dict[str, Decision]:

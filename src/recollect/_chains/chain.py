@@ -46,6 +46,7 @@ from recollect._stores.store import Store
 from recollect._torch import Hooks, set_grad_enabled
 
 Needs = tuple[bool, ...]  # of the tensors of a state, in order
+SUMMED_IN_PLACE = 2**20  # bytes: gradients from outside that are as large are added to in place
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +165,10 @@ class Chain:
         """Those of the first state."""
         leaves = self.start.leaves()
         return [leaves[place] for place in self.places]
+
+    def is_repeated(self, function: Callable[[Any], Any]) -> bool:
+        """Whether several steps are calls of it."""
+        return self.sole is not None or self.counts[id(function)] > 1
 
     def function(self, step: int) -> Callable[[Any], Any]:
         return self._functions[step] if self.sole is None else self.sole  # type: ignore[index]

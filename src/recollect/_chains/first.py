@@ -291,7 +291,7 @@ class FirstRun:
     def _look_around(self, function: Callable[[Any], Any]) -> None:
         """Note what a function has, and may read in another step than the one that is looked at."""
         chain = self.chain
-        is_repeated = chain.sole is not None or chain.counts[id(function)] > 1
+        is_repeated = chain.is_repeated(function)
         if not is_repeated and isinstance(function, torch.nn.Module):
             modules = chain.meet(function).modules()
             if len(modules) == 1:  # it has no others inside, or very many

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from recollect import _errors
-from recollect._chains.chain import Chain, Look, Ran, without_history
+from recollect._chains.chain import SUMMED_IN_PLACE, Chain, Look, Ran, without_history
 from recollect._chains.first import look_at
 from recollect._chains.kept import Kept, Slots
 from recollect._chains.notes import Stepping
@@ -42,8 +42,6 @@ from recollect._torch import (
 from recollect._verify import signature
 
 Grads = list[Tensor | None]
-# Bytes of gradients from which on it matters that there are not two of each for a while.
-_LARGE = 2**20
 
 
 class _SoFar(torch.autograd.Function):
@@ -271,7 +269,7 @@ class Pass:
         is_dense = all(one.layout is torch.strided for one in so_far)
         if (
             not is_dense
-            or sum(one.nbytes for one in so_far) < _LARGE
+            or sum(one.nbytes for one in so_far) < SUMMED_IN_PLACE
             or len({one.device for one in (*so_far, *tensors)}) > 1
         ):
             tensors += [of[index] for index in summed]

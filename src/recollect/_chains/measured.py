@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from recollect import _errors
 from recollect._ambient import RandomState, undo_all
-from recollect._chains.chain import Chain, Needs, tensors_that_need_grad
+from recollect._chains.chain import SUMMED_IN_PLACE, Chain, Needs, tensors_that_need_grad
 from recollect._chains.notes import stepping
 from recollect._chains.outside import Looking, leads_to
 from recollect._digest import copies, overwrite
@@ -122,7 +123,7 @@ class _Bench:
         changes = [tensor for tensor, _ in known.step.changed()]
         changes += [buffer for root in known.roots() for buffer in root.buffers()]
         self._put_back_later(changes, copies(changes))
-        if not known.step.is_looked_at and can_be_recorded():
+        if (known.step.is_loose or not known.step.is_looked_at) and can_be_recorded():
             with Looking() as looking:
                 chain.run_with_graph(step, leaves, needs)
             looking.changes(known.roots(), {storage_key(leaves[place]) for place in chain.places})
@@ -176,22 +177,34 @@ class _Bench:
         return gives, (output, saved, gradient, max(forward_peak - held, 0), on_top)
 
     def _on_top(self, step: int, leaves: list[Any], needs: Needs, meter: Meter, *, weights: bool) -> int:
-        """What a backward takes besides the gradients that it is given, and besides what those of weights are."""
+        """What a backward takes besides the gradients that it is given, and besides what those of weights are.
+
+        A function that is used in several steps adds to gradients that are there already, so that each of its own comes
+        on top.
+        """
         chain = self._chain
         first = sequence_number()
         after, own, _ = chain.run_with_graph(step, leaves, needs)
         asked = [one for place in chain.places if (one := after[place]).requires_grad]
-        inputs = [leaf for leaf in own if leaf is not None]
-        others = (
-            [one for one in leads_to(asked, first)[0] if not any(one is leaf for leaf in inputs)] if weights else []
-        )
+        inputs: list[Any] = [leaf for leaf in own if leaf is not None]
+        known = {id(leaf) for leaf in inputs}
+        others: list[Any] = []
+        if weights:
+            outside, edges = leads_to(asked, first)
+            others = [one for one in outside if id(one) not in known]
+            others += [GradientEdge(*edge) for edge in edges]  # those that have a history
         grads = [torch.ones_like(one) for one in asked]
         meter.reset()
         before = meter.now()
         del after, own
         found = gradients(asked, grads, [*inputs, *others]) if asked and (inputs or others) else ()
-        of_weights = sum(one.nbytes for one in found[len(inputs) :] if one is not None)
-        return max(meter.peak() - before - of_weights, 0)
+        on_top = meter.peak() - before
+        of_weights = _bytes_of([one for one in found[len(inputs) :] if one is not None], set())
+        if not chain.is_repeated(chain.function(step)):
+            on_top -= of_weights
+        elif of_weights < SUMMED_IN_PLACE:
+            on_top += of_weights  # the sum, beside what it is of
+        return max(on_top, 0)
 
     def _differentiate(self, step: int, leaves: list[Any], needs: Needs) -> None:
         chain = self._chain

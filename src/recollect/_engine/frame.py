@@ -30,7 +30,6 @@ ever, see `_PATIENCE`.
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import threading
 import weakref
@@ -147,6 +146,8 @@ class Frame:
             self.end = self.start = outer.position
         if options.debug:
             self.trace = OperatorTrace()
+        if _noted and (noted := _noted.get(threading.get_ident())) is not None:
+            noted.append(weakref.ref(self))
 
     def _hooks_for(self, decision: Offload | Shard, tensors: list[Tensor]) -> Hooks | None:
         """Where the inputs wait for the replay."""
@@ -272,15 +273,31 @@ class Frame:
         return _errors.saved_tensor_changed(self.region(), index, tensor, current_node(), details, change)
 
 
-def release_what_cannot_be_replayed() -> None:
-    """Let go of inputs that were changed in place since, of all regions that there are.
+class frames_made:  # noqa: N801 - it is used as a function is
+    """Notes the frames that this thread makes meanwhile, so that they can be told to let go."""
 
-    Where such an input was changed by what a region gave (`x.add_(layer(x))`), it holds the graph, which holds the
-    frame, which holds it: a cycle that Python's garbage collector cannot see, and that only a backward would end.
-    """
-    for one in gc.get_objects():
-        if type(one) is Frame:
-            one.inputs.let_go_of_what_was_changed()
+    __slots__ = ("_noted",)
+
+    def __enter__(self) -> frames_made:
+        self._noted = _noted.setdefault(threading.get_ident(), [])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _noted.pop(threading.get_ident(), None)
+
+    def release_what_cannot_be_replayed(self) -> None:
+        """Let go of inputs that were changed in place since.
+
+        Where such an input was changed by what a region gave (`x.add_(layer(x))`), it holds the graph, which holds the
+        frame, which holds it: a cycle that Python's garbage collector cannot see, and that only a replay would end.
+        """
+        for reference in self._noted:
+            frame = reference()
+            if frame is not None:
+                frame.inputs.let_go_of_what_was_changed()
+
+
+_noted: dict[int, list[weakref.ref[Frame]]] = {}  # by thread; empty but while a plan tries decisions
 
 
 class _Access:

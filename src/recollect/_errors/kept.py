@@ -91,8 +91,9 @@ def other_regions(region: str, path: str) -> CheckpointError:
 def kept_saved_tensor_changed(region: str, path: str) -> CheckpointError:
     return CheckpointError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
-        f"autograd saved in the kept region {path!r} of {region}. Plain autograd refuses this too. Use the "
-        "out-of-place operator, or change a clone"
+        "was being offloaded was changed before its copy was done, so that the copy may be of either. Plain autograd "
+        "refuses such a change too, if it was autograd that saved the tensor. In the next step the change waits for "
+        "the copy; to be sure from the first step on, use the out-of-place operator, or change a clone"
     )
 
 
@@ -115,8 +116,8 @@ def changed_before_it_left() -> SavedTensorChangedError:
     return SavedTensorChangedError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
         "was being offloaded was changed before its copy was done, so that the copy may be of either. Plain autograd "
-        "refuses such a change of what it has saved. In the next step the change waits for the copy; to be sure from "
-        "the first step on, use the out-of-place operator, or change a clone"
+        "refuses such a change too, if it was autograd that saved the tensor. In the next step the change waits for "
+        "the copy; to be sure from the first step on, use the out-of-place operator, or change a clone"
     )
 
 

@@ -8,7 +8,7 @@ Rules.
   from then on.
 - A storage that is put twice at the same version is copied once, and what comes back are views of one memory. Parts of
   it that count their changes apart (`unsafe_chunk`, as recurrent cells use it) are copied apart. A change that moves no
-  version (through `.data`, or by a kernel that does not tell) is not seen, as autograd does not see it.
+  version (through `.data`, by NumPy, a collective or a kernel that does not tell) is not seen, and may reach the copy.
 - Not taken, and left to the caller: parameters, buffers and views of them, whatever was there after the step before
   and has not changed since (freeing nothing is not worth a copy), small tensors, those of other devices and
   of other kinds than plain strided ones, and everything when there is no room.
@@ -56,6 +56,7 @@ from recollect._torch import (
 )
 
 _COURSES = 4  # how many are remembered
+_WATCHED = 8  # tensors over one memory that count their changes apart
 _LARGE, _LEARN_EVERY = 2000, 8  # from a step with more places than that one learns only every so many steps
 
 Key = tuple[Any, ...]
@@ -187,7 +188,7 @@ class Store:
         link = link_of(tensor.device)
         if link is None or not link.can_be_used_now():
             return None
-        with self._lock:
+        with self._lock, out_of_sight():  # all of it: modes of the user's run code, which may wait for who waits here
             self._bury()
             if self._step is None or not self._alive or self._step.is_full():
                 self._begin_step(link)
@@ -199,10 +200,9 @@ class Store:
                 is_whole = False
                 copy = self._find(_key_of_part(key, tensor), tensor)
             if copy is None:
-                with out_of_sight():
-                    copy = self._copy(tensor, link, key, is_whole=is_whole)
-                if copy is None:
-                    return None
+                copy = self._copy(tensor, link, key, is_whole=is_whole)
+            if copy is None:
+                return None
             copy.tickets += 1
             return Ticket(copy, Form(tensor, is_whole=is_whole))
 
@@ -256,15 +256,16 @@ class Store:
     def _begin_flight(self, flight: Flight, moment: Moment, size: int) -> None:
         course, place, link = None if self._step is None else self._step.course, flight.place, flight.link
         waits = (self._changes or self._steps == 1) if course is None else place in course.changed
-        landed: list[Flight] = []
+        gone = -1 if course is None else course.gone_by(place)
         if waits or (place, size) in self._surprises:
+            landed = self._flights.land_what_has_left(gone)
             flight.hold_back()
             flight.land()
             landed.append(flight)
         else:
             self._flights.begin(flight)
-        landed += self._flights.land_what_has_left(-1 if course is None else course.gone_by(place))
-        landed += self._flights.land_what_is_too_much(self._bound(self._in_flight, link))
+            landed = self._flights.land_what_has_left(gone)
+            landed += self._flights.land_what_is_too_much(self._bound(self._in_flight, link))
         self._note_landed(link, moment, landed)
 
     def hold_back(self, ticket: Ticket) -> None:
@@ -278,10 +279,20 @@ class Store:
             self._note_landed(link, moment, self._flights.land_one(copy))
 
     def also_watch(self, ticket: Ticket, alias: Tensor) -> None:
-        """A tensor over the memory of a ticket's may count its changes apart: they are changes of this one too."""
+        """A tensor over the memory of a ticket's may count its changes apart: they are changes of this one too.
+
+        Of many of them (each time step of a recurrent net has some) not all are watched: then all changes wait.
+        """
+        copy = ticket.copy
         with self._lock, out_of_sight():
-            if not ticket.copy.is_watched_by(alias):
-                ticket.copy.aliases += ((_without_values(alias), version_of(alias)),)
+            if copy.is_watched_by(alias):
+                return
+            if len(copy.aliases) < _WATCHED:
+                copy.aliases += ((_without_values(alias), version_of(alias)),)
+                return
+            self._copies.pop(copy.key, None)  # nobody can tell any more whether the memory is as it was
+            if not copy.is_sure:
+                self.hold_back(ticket)
 
     def _land_what_has_left(self, link: Link, last_place: int) -> None:
         self._note_landed(link, link.now(), self._flights.land_what_has_left(last_place))
