@@ -1537,8 +1537,8 @@ FAULTS = (
     fault(
         "a change before a copy has left is no error",
         "_stores/store.py",
-        "            if not copy.is_sure:\n",
-        "            if False:\n",
+        "            if not copy.is_sure:\n                self._surprises",
+        "            if False:\n                self._surprises",
         "test_offload.py::test_a_change_that_was_not_expected_is_an_error_and_works_the_next_time",
     ),
     fault(
