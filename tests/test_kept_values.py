@@ -445,3 +445,68 @@ def test_a_copy_of_a_model_with_a_named_region_has_its_own_weights(x):
             other.layer.bias.zero_()
         assert not other(x).any()
         assert model(x).any()
+
+
+# --- Kept in nested regions, and changed through a view that counts its changes apart ---
+
+
+def linear_then_changed(x, w):
+    h = F.linear(x, w)  # a view of the product, by `_unsafe_view`
+    y = (h + 1).sin()
+    with torch.no_grad():
+        h.mul_(2)
+    return (y @ w).sin()
+
+
+def linear_then_parts_changed(x, w):
+    left, right = torch.unsafe_chunk(F.linear(x, w), 2, -1)
+    y = (left + 1).sin()
+    left.relu_()
+    right.add_(1)
+    return (torch.cat((y, left * 0.1 + right), -1) @ w).sin()
+
+
+def linear_changed_by_who_is_around(x, w):
+    def inner(x):
+        h = F.linear(x, w)
+        return (h + 1).sin(), h
+
+    y, h = recollect.checkpoint(inner, x, policy=recollect.policies.save_matmuls, determinism_check="default")
+    with torch.no_grad():
+        h.mul_(2)
+    return (y @ w).sin()
+
+
+def offloaded(**options):
+    decision = recollect.Offload(to="disk", **options)
+    return lambda op, ctx: decision if op is torch.ops.aten.mm.default else None
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    "policy",
+    [recollect.policies.save_matmuls, offloaded(min_bytes=0), offloaded(min_bytes="1 GiB")],
+    ids=["ready-made", "offloaded", "too small to be offloaded"],
+)
+@pytest.mark.parametrize("function", [linear_then_changed, linear_then_parts_changed, linear_changed_by_who_is_around])
+def test_a_kept_product_that_is_changed_through_a_view_that_counts_apart(function, policy, depth):
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    region = function
+    for _ in range(depth):
+        region = partial(recollect.checkpoint, region, policy=policy, determinism_check="default")
+    for _ in range(3):
+        wanted = torch.autograd.grad(function(x, w).sum(), [x, w])
+        assert all(map(torch.equal, torch.autograd.grad(region(x, w).sum(), [x, w]), wanted))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_a_policy_of_the_users_keeps_and_is_changed_so_is_an_error(depth):
+    x, w = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    region = linear_then_changed
+    for _ in range(depth):
+        region = partial(
+            recollect.checkpoint, region, policy=recollect.save_ops(torch.ops.aten.mm), determinism_check="default"
+        )
+    with pytest.raises(RuntimeError, match=r"aten\.mm.*has been mutated"):
+        region(x, w).sum().backward()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from recollect import _errors
 from recollect._inputs import by_hand, copy_of, with_stride
 from recollect._stores.store import Store
 from recollect._torch import Hooks, may_be_unfilled, share_version_counter, storage_key, version_of
@@ -93,6 +94,8 @@ class Kept:
         if self._unpack is not None:
             with torch.no_grad():
                 value = self._unpack(self._packed)
+                if any(version_of(one) != then for one, then in getattr(value, "aliases", ())):
+                    raise _errors.changed_through_a_view()
                 if self._stride is not None and value.stride() != self._stride:
                     value = with_stride(value, self._stride)  # random operators draw in the order of memory
                 return value
@@ -151,6 +154,8 @@ class Kept:
             watched = (original, *(one for one, _ in self._aliases))
             if not any(share_version_counter(alias, one) for one in watched):
                 self._aliases += ((alias, version_of(alias)),)
+                if self._unpack is not None:  # in a replay: who gets this very tensor from the hooks has to know
+                    original.aliases = self._aliases  # type: ignore[attr-defined]
 
     def is_reshaped(self) -> None:
         """The original is being given another shape in place: that counts as a version and leaves the values."""

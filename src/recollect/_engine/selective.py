@@ -160,7 +160,7 @@ def keep_results(
         return Kept(detach_below_autograd(value), store=store, hooks=hooks)
 
     kept = keep(result) if isinstance(result, Tensor) else rebuild_results(result, keep)
-    if isinstance(decision, SaveOrCopy):
+    if isinstance(decision, (SaveOrCopy, Offload)):
         for one in kepts_in(kept):
             one.copies_on_write = True
     if scope is not None:

@@ -121,6 +121,14 @@ def changed_before_it_left() -> SavedTensorChangedError:
     )
 
 
+def changed_through_a_view() -> SavedTensorChangedError:
+    return SavedTensorChangedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: an output "
+        "that a policy keeps was changed through a view of it that counts its changes apart, as the one that F.linear "
+        "gives. Use the out-of-place operator, change a clone, or let the policy recompute what makes it"
+    )
+
+
 @functools.cache
 def served_from_memory(path: str) -> str:
     return (
