@@ -357,7 +357,8 @@ def test_states_on_disk(bytes_per_second, monkeypatch):
         assert written == read == 0
     else:
         assert written > 20 * x.nbytes
-        assert read >= written
+        # What is needed back at once stays on the device besides, as earlier steps of the process may have shown.
+        assert read + after.bytes_stayed - before.bytes_stayed >= written
 
 
 def test_a_schedule_over_tiers():
