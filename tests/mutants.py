@@ -1446,7 +1446,7 @@ FAULTS = (
     fault(
         "a change through a view that counts apart is not seen in the replay of a region around",
         "_kept.py",
-        "                    original.aliases = self._aliases  # type: ignore[attr-defined]\n",
+        "                    original.kept_aliases = self._aliases  # type: ignore[attr-defined]\n",
         "                    pass\n",
         "test_kept_values.py::test_a_kept_product_that_is_changed_through_a_view_that_counts_apart",
     ),

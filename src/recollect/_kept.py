@@ -94,7 +94,7 @@ class Kept:
         if self._unpack is not None:
             with torch.no_grad():
                 value = self._unpack(self._packed)
-                if any(version_of(one) != then for one, then in getattr(value, "aliases", ())):
+                if any(version_of(one) != then for one, then in getattr(value, "kept_aliases", ())):
                     raise _errors.changed_through_a_view()
                 if self._stride is not None and value.stride() != self._stride:
                     value = with_stride(value, self._stride)  # random operators draw in the order of memory
@@ -155,7 +155,7 @@ class Kept:
             if not any(share_version_counter(alias, one) for one in watched):
                 self._aliases += ((alias, version_of(alias)),)
                 if self._unpack is not None:  # in a replay: who gets this very tensor from the hooks has to know
-                    original.aliases = self._aliases  # type: ignore[attr-defined]
+                    original.kept_aliases = self._aliases  # type: ignore[attr-defined]
 
     def is_reshaped(self) -> None:
         """The original is being given another shape in place: that counts as a version and leaves the values."""
