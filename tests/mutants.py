@@ -1546,7 +1546,7 @@ FAULTS = (
         "_stores/store.py",
         "tensor.untyped_storage().data_ptr(), version_of(tensor)\n",
         "tensor.untyped_storage().data_ptr()\n",
-        "test_offload.py::test_what_is_saved_changed_and_saved_again_is_two_copies",
+        "test_offload.py::test_what_outlives_a_step_and_is_changed_is_copied_again",
     ),
     fault(
         "a change before a copy has left is no error",

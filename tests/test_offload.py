@@ -706,6 +706,19 @@ def test_what_outlives_a_step_unchanged_is_not_copied_again():
     assert copied == [1, 0, 0]
 
 
+def test_what_outlives_a_step_and_is_changed_is_copied_again():
+    mask, x = torch.randn(16, 16).mul_(2), torch.randn(16, 16, requires_grad=True)
+    copied = []
+    for _ in range(3):
+        before = recollect.offload_stats().bytes_out
+        mask.add_(1)
+        with everything():
+            y = (x.sin() * mask).sum()
+        y.backward()
+        copied.append((recollect.offload_stats().bytes_out - before) // mask.nbytes)
+    assert copied == [1, 1, 1]
+
+
 def test_without_room_it_stays_and_the_statistics_say_so(x):
     model = transformer()
     assert_as_plain(lambda: model(x), leaves_of(model, x), lambda: everything(max_host_bytes=500))
