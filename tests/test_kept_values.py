@@ -510,3 +510,22 @@ def test_what_a_policy_of_the_users_keeps_and_is_changed_so_is_an_error(depth):
         )
     with pytest.raises(RuntimeError, match=r"aten\.mm.*has been mutated"):
         region(x, w).sum().backward()
+
+
+def test_what_autograd_saved_in_a_kept_region_and_is_changed_is_an_error_that_names_the_region():
+    made = []
+
+    def middle(x):
+        made.append(x.exp())
+        return made[-1] * 2
+
+    def function(x):
+        return region("middle", middle)(x.sin()).sin()
+
+    y = checkpoint(function, leaf(3), policy=saving("middle"))
+    with torch.no_grad():
+        made[0].mul_(2)  # which exp has saved
+    with pytest.raises(
+        CheckpointError, match=r"modified by an inplace operation: .*saved in the kept region 'middle' of .*function"
+    ):
+        y.sum().backward()

@@ -35,8 +35,8 @@ class decided:  # noqa: N801
     def __enter__(self) -> None:
         if not self._decisions:
             return
-        self._frames.__enter__()
         self._handle = apply(self._model, by_module(self._model, self._decisions), determinism_check=self._check)
+        self._frames.__enter__()
         for module in self._model.modules():
             one = decided_of(module)
             if one is not None:

@@ -171,7 +171,7 @@ class _Bench:
         gives = _kind_of(chain, after, tensors_that_need_grad(after, chain.places))
         output = _bytes_of(results, {storage_key(leaves[place]) for place in chain.places})
         saved = max(held - start, output)
-        gradient = sum(one.nbytes for one in results if one.requires_grad)
+        gradient = sum(size_of(one) for one in results if one.requires_grad)
         del after, own, results
         on_top = max(self._on_top(step, leaves, needs, meter, weights=weights) for weights in (False, True))
         return gives, (output, saved, gradient, max(forward_peak - held, 0), on_top)

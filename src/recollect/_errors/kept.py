@@ -91,9 +91,8 @@ def other_regions(region: str, path: str) -> CheckpointError:
 def kept_saved_tensor_changed(region: str, path: str) -> CheckpointError:
     return CheckpointError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor that "
-        "was being offloaded was changed before its copy was done, so that the copy may be of either. Plain autograd "
-        "refuses such a change too, if it was autograd that saved the tensor. In the next step the change waits for "
-        "the copy; to be sure from the first step on, use the out-of-place operator, or change a clone"
+        f"autograd saved in the kept region {path!r} of {region}. Plain autograd refuses this too. Use the "
+        "out-of-place operator, or change a clone"
     )
 
 
