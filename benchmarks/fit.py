@@ -1,15 +1,16 @@
 """Does a plan hold its budget, and what does the memory cost in time?
 
 The Llama-style model of `offload.py` (16 layers on a GPU, a tiny one on a CPU) is planned for three budgets, and raced
-against itself plain, fully checkpointed, and selectively checkpointed by PyTorch's own means. With `--models`, a ViT, a
-network like ResNet-50 and a U-Net as well, each against full checkpointing and every other and every third block.
+against itself plain, fully checkpointed, and selectively checkpointed by PyTorch's own means. `--models` names others:
+a ViT, a network like ResNet-50 and a U-Net.
 
 Bytes are those at the peak of a step above weights and gradients, as the allocator counts them (`max_memory_allocated`;
 on a CPU, storages). Budgets are shares of what the plain step takes. Plans are made as a user makes them, by
 `recollect.plan`, each with a measured step of its own; what that takes stands in the last column. Contestants run
 interleaved in one process, in a new random order every round; ratios are taken within a round.
 
-    python benchmarks/fit.py [--rounds 8] [--shares 71 47 26] [--allow recompute offload] [--models] [--json fit.json]
+    python benchmarks/fit.py [--rounds 8] [--shares 71 47 26] [--allow recompute offload]
+                             [--models llama vit resnet unet] [--json fit.json]
 """
 
 from __future__ import annotations
@@ -149,24 +150,31 @@ def mean_square(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def others() -> list[Subject]:
+def of_images(title: str, model: nn.Module, blocks: list[str], batch: int, size: int) -> Subject:
     dtype = torch.bfloat16 if ON_GPU else torch.float32
-    vit = Vit(24, 1024, 16, 14, 224) if ON_GPU else Vit(6, 64, 4, 8, 32)
-    resnet = ResNet(64, (3, 4, 6, 3)) if ON_GPU else ResNet(8, (2, 2, 2))
-    unet = Unet(64, 4) if ON_GPU else Unet(8, 2)
-    images = [(128, 224), (256, 224), (16, 512)] if ON_GPU else [(4, 32), (4, 64), (2, 32)]
-    names = [
-        [f"layers.{n}" for n in range(len(vit.layers))],
-        [f"blocks.{n}" for n in range(len(resnet.blocks))],
-        [*(f"down.{n}" for n in range(len(unet.down))), "middle", *(f"up.{n}" for n in range(len(unet.up)))],
-    ]
-    found = []
-    for title, model, (batch, size), blocks in zip(
-        ("ViT", "ResNet", "U-Net"), (vit, resnet, unet), images, names, strict=True
-    ):
-        x = torch.randn(batch, 3, size, size, device=DEVICE, dtype=dtype)
-        found.append(Subject(title, model.to(DEVICE, dtype), x, mean_square, blocks))
-    return found
+    x = torch.randn(batch, 3, size, size, device=DEVICE, dtype=dtype)
+    return Subject(title, model.to(DEVICE, dtype), x, mean_square, blocks)
+
+
+def vit() -> Subject:
+    model = Vit(24, 1024, 16, 14, 224) if ON_GPU else Vit(6, 64, 4, 8, 32)
+    blocks = [f"layers.{n}" for n in range(len(model.layers))]
+    return of_images("ViT", model, blocks, *((128, 224) if ON_GPU else (4, 32)))
+
+
+def resnet() -> Subject:
+    model = ResNet(64, (3, 4, 6, 3)) if ON_GPU else ResNet(8, (2, 2, 2))
+    blocks = [f"blocks.{n}" for n in range(len(model.blocks))]
+    return of_images("ResNet", model, blocks, *((256, 224) if ON_GPU else (4, 64)))
+
+
+def unet() -> Subject:
+    model = Unet(64, 4) if ON_GPU else Unet(8, 2)
+    blocks = [*(f"down.{n}" for n in range(len(model.down))), "middle", *(f"up.{n}" for n in range(len(model.up)))]
+    return of_images("U-Net", model, blocks, *((16, 512) if ON_GPU else (2, 32)))
+
+
+SUBJECTS: dict[str, Callable[[], Subject]] = {"llama": llama, "vit": vit, "resnet": resnet, "unet": unet}
 
 
 # --- Contestants ---
@@ -339,7 +347,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--shares", type=float, nargs="+", default=[71, 47, 26], help="budgets, in percent of plain")
     parser.add_argument("--allow", nargs="+", default=["recompute", "offload"])
-    parser.add_argument("--models", action="store_true", help="the other models too")
+    parser.add_argument("--models", nargs="+", choices=SUBJECTS, default=["llama"])
     parser.add_argument("--json", help="also write the numbers to this file")
     options = parser.parse_args()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -348,18 +356,18 @@ def main() -> None:
         torch.set_num_threads(1)
     print(describe_machine(), "\n")
     everything = {}
-    for make in [lambda: [llama()], others] if options.models else [lambda: [llama()]]:
-        for subject in make():
-            race = Race(subject)
-            fixed = race.fixed()
-            race.step()
-            plain = race.peak()
-            racing = contestants(subject, options.shares, options.allow, fixed, plain)
-            race.run(racing, options.rounds)
-            everything[subject.name] = report(subject, racing, fixed)
-            if options.json:
-                with open(options.json, "w") as file:
-                    json.dump({"machine": describe_machine(), "models": everything}, file, indent=1)
+    for name in options.models:
+        subject = SUBJECTS[name]()
+        race = Race(subject)
+        fixed = race.fixed()
+        race.step()
+        plain = race.peak()
+        racing = contestants(subject, options.shares, options.allow, fixed, plain)
+        race.run(racing, options.rounds)
+        everything[subject.name] = report(subject, racing, fixed)
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump({"machine": describe_machine(), "models": everything}, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -38,10 +38,10 @@ def stop_watching(modules: Iterable[Module]) -> None:
 
 def _called(module: Module, args: Any, result: Any) -> None:
     if not is_dynamo_compiling():
-        _tell(result)
+        _tell(module, result)
 
 
 @never_begin
-def _tell(result: Any) -> None:
+def _tell(module: Module, result: Any) -> None:
     if here.scope is None or not here.scope.following:
-        mark(find_tensors((result,), {})[0])
+        mark(find_tensors((result,), {})[0], id(module))

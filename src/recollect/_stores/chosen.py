@@ -50,10 +50,10 @@ def _page_locked(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
-def mark(results: list[Tensor]) -> None:
-    """Tell the stores that something has left for how far the forward has come."""
+def mark(results: list[Tensor], part: int) -> None:
+    """Tell the stores that something has left for how far the forward has come, and by the number of which part."""
     for store in list(_stores.values()):
-        store.mark(results)
+        store.mark(results, part)
 
 
 def offload_stats() -> OffloadStats:

@@ -48,13 +48,13 @@ class Course:
         "_order",
         "changed",
         "rate",
-        "sizes",
+        "signs",
         "stays",
     )
 
     def __init__(
         self,
-        sizes: list[int],
+        signs: list[int],
         changed: set[int],
         order: list[int],
         rate: float | None = None,
@@ -64,7 +64,7 @@ class Course:
         gone: list[int] | None = None,
         gone_later: dict[int, int] | None = None,
     ) -> None:
-        self.sizes = sizes  # by place
+        self.signs = signs  # by place: what they are known by
         self.changed = changed
         self._order = order
         self._index = {place: index for index, place in enumerate(order)}
@@ -75,12 +75,12 @@ class Course:
         self._gone = gone or []  # by place: the last place that has left by then
         self._gone_later = gone_later or {}  # the same by when a place is asked for
 
-    def begins_like(self, sizes: list[int]) -> bool:
-        """Whether a step with these sizes so far may be of this course."""
-        return self.sizes[: len(sizes)] == sizes
+    def begins_like(self, signs: list[int]) -> bool:
+        """Whether a step with these places so far may be of this course."""
+        return self.signs[: len(signs)] == signs
 
-    def goes_on(self, place: int, size: int) -> bool:
-        return place < len(self.sizes) and self.sizes[place] == size
+    def goes_on(self, place: int, sign: int) -> bool:
+        return place < len(self.signs) and self.signs[place] == sign
 
     def gone_by(self, place: int) -> int:
         """The last place that has left when a step has come to `place`, -1 if none is known to have."""
@@ -116,6 +116,7 @@ class Step:
         self.begin = begin
         self.copies: list[weakref.ref[Copy] | None] = []  # by place; None for marks
         self.sizes: list[int] = []
+        self.signs: list[int] = []  # the size of a copy; of a mark, a negative number for who leaves it
         self.begun: list[Moment] = []
         self.left: list[Moment] = []
         # Where they were asked for, when, and how what was asked for came back.
@@ -126,14 +127,18 @@ class Step:
         self.course = courses[0] if courses else None
         self.is_on_one_device = True
 
+    def comes_to(self, sign: int) -> None:
+        """Of which course that is, before anything is expected of it; `add` follows."""
+        place = len(self.signs)
+        self.signs.append(sign)
+        if self.course is not None and not self.course.goes_on(place, sign):
+            self.course = next((one for one in self._courses if one.begins_like(self.signs)), None)
+
     def add(self, copy: weakref.ref[Copy] | None, size: int, begun: Moment, left: Moment) -> None:
-        place = len(self.sizes)
         self.copies.append(copy)
         self.begun.append(begun)
         self.sizes.append(size)
         self.left.append(left)
-        if self.course is not None and not self.course.goes_on(place, size):
-            self.course = next((one for one in self._courses if one.begins_like(self.sizes)), None)
 
     def note_asking(self, place: int, moment: Moment, journey: Journey | None) -> None:
         if not self.is_full():
@@ -154,7 +159,7 @@ class Step:
             self.course.changed.add(place)
 
     def will_stay(self) -> bool:
-        """Whether the next copy is expected to be asked for too soon to come back in time."""
+        """Whether the copy that it has come to is expected to be asked for too soon to come back in time."""
         return self.course is not None and len(self.sizes) in self.course.stays
 
     def after(self, place: int) -> Iterator[int]:
@@ -176,7 +181,7 @@ class Step:
             return None
         rate = self._rate_in() or rate
         if rate is None or not self.is_on_one_device:
-            return Course(self.sizes, self.changed, order)
+            return Course(self.signs, self.changed, order)
         # All times are those of a device that never waits for a copy.
         clock = _Clock(self.begin, self.stalls)
         begun = [clock.time_of(moment) for moment in self.begun]
@@ -185,7 +190,7 @@ class Step:
         durations = [self.sizes[place] / rate for place in order]
         stays = _too_soon([self.sizes[place] for place in order], needed, [left[at] for at in order], durations, ahead)
         return Course(
-            self.sizes,
+            self.signs,
             self.changed,
             order,
             rate,

@@ -237,6 +237,7 @@ class Store:
             return None
         step = self._step
         assert step is not None
+        step.comes_to(size)
         key = storage if is_whole else _key_of_part(storage, tensor)
         copy = Copy(key, tensor, held, link, size, step, self._graves)
         reference = self._copies[key] = weakref.ref(copy)
@@ -402,10 +403,10 @@ class Store:
 
     # --- Backward passes and steps ---
 
-    def mark(self, results: list[Tensor]) -> None:
+    def mark(self, results: list[Tensor], part: int) -> None:
         """Note that a forward has come so far: when backward comes by, it is time to fetch what it comes to later.
 
-        For parts of a model that put nothing here between parts that do.
+        For parts of a model that put nothing here between parts that do; `part` is another number for each.
         """
         nodes = [one.grad_fn for one in results if one.grad_fn is not None]
         if self._link is None or not nodes or not self._link.can_be_used_now():
@@ -416,6 +417,7 @@ class Store:
             if not self._alive or step is None:
                 return
             place, moment = len(step.sizes), link.now()
+            step.comes_to(-part)
             if step.course is not None:
                 self._land_what_has_left(link, step.course.gone_by(place))
             step.add(None, 0, moment, moment)
@@ -481,7 +483,7 @@ class Store:
         rate = next((one.rate for one in self._courses if one.rate is not None), None)
         course = step.learn(self._bound(self._ahead, link), rate)
         if course is not None:
-            others = [one for one in self._courses if one.sizes != course.sizes]
+            others = [one for one in self._courses if one.signs != course.signs]
             self._courses = [course, *others[: _COURSES - 1]]
 
     def _bound(self, chosen: int | None, link: Link) -> int:
