@@ -350,6 +350,30 @@ def test_check_leaves_the_model_as_it_was(place, plan_file):
     assert torch.get_deterministic_debug_mode() == 0
 
 
+@pytest.mark.filterwarnings("ignore:put_ does not have a deterministic implementation")
+@pytest.mark.parametrize("has_one", [True, False], ids=["all deterministic", "one that is not"])
+def test_check_asks_for_deterministic_kernels_as_far_as_there_are_any(has_one):
+    """Some have one and use it only if everything else is an error."""
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)))
+    modes = []
+
+    def step(model, batch):
+        modes.append(torch.get_deterministic_debug_mode())
+        loss = model(batch).sum()
+        if not has_one:
+            torch.zeros(3).put_(torch.tensor([1]), loss.detach().view(1))
+        return loss
+
+    plan = recollect.plan(model, torch.randn(8, 4), budget="100%", step=step, repeats=1)
+    modes.clear()
+    found = _check.check(model, torch.randn(8, 4), plan, step=step, repeats=1)
+    assert found.is_passed
+    assert modes[:2] == ([2, 2] if has_one else [2, 1])
+    assert modes[2] == (0 if has_one else 1)
+    assert set(modes[3:]) == {0}
+    assert torch.get_deterministic_debug_mode() == 0
+
+
 def test_check_names_what_differs():
     assert not _check._are_equal(torch.ones(2), torch.ones(3))
     assert not _check._are_equal(torch.ones(2), torch.ones(2, dtype=torch.float64))

@@ -906,7 +906,7 @@ def test_nothing_is_learnt_before_all_streams_have_come_to_the_end(lazy):
         assert not step.is_over()
     late.synchronize()
     assert step.is_over()
-    assert step.learn(100, None) is not None
+    assert step.learn(100, []) is not None
 
 
 def test_what_is_asked_for_too_soon_stays():
@@ -990,6 +990,26 @@ def test_marks_come_and_go_with_decisions():
     assert hooks() == [0, 0, 0]
     with recollect.apply(model, {"0": Save(), "1": Recompute()}):
         assert hooks() == [0, 0, 0]
+
+
+class Unet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.down = nn.ModuleList(transformer(layers=2) for _ in range(2))
+        self.middle = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)))
+        self.up = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+        self.never = nn.ModuleList()
+
+
+def test_marks_are_made_at_every_level_and_within_containers():
+    model = Unet()
+    handle = recollect.apply(model, {"down.0.0.*": Offload(), "up.a": Recompute(inputs=Offload())})
+    marked = [name for name, one in model.named_modules() if one._forward_hooks]
+    others = ["down.0.1", "down.1.0", "down.1.1", "first", "middle.0", "middle.1.0", "middle.1.1", "up.b"]
+    assert sorted(name for name in marked if not name.startswith("down.0.0")) == others
+    handle.remove()
+    assert not any(one._forward_hooks for one in model.modules())
 
 
 # --- What is left behind in the long run ---

@@ -13,8 +13,9 @@ from torch import nn
 
 import clockwork
 import recollect
-from recollect import Offload, Recompute, Save
+from recollect import Offload, Recompute, Save, _problem
 from recollect._stores import chosen
+from recollect._stores.courses import SPARE
 
 LAYERS, WIDTH, TOKENS = 16, 32, 64
 aten = torch.ops.aten
@@ -102,6 +103,7 @@ DECISIONS = {
     "two layers": {"0": away, "1": away},
     "two layers and a part of the third": {"0": away, "1": away, "2.mlp": away},
     "three layers": dict.fromkeys("012", away),
+    "the third": {"2": away},
     "two layers, partly recomputed": dict.fromkeys("01", away) | {f"{n}.mlp": Recompute(policy=products) for n in "01"},
     "inputs": {"*": Recompute(inputs=away)},
     "inputs, and parts kept": {"*": Recompute(inputs=away), "*.attn": Save()},
@@ -176,3 +178,83 @@ def test_other_steps_in_between_make_no_step_wait(monkeypatch, uneven):
         for name in names:
             waits = training.waits(DECISIONS[name], steps=3, warm_up=0)
             assert max(waits) < 1e-3, (name, waits)
+
+
+# --- Memory ---
+
+
+class Watched(Training):
+    """Notes what the store holds on the device when the forward of each layer is over, and before its backward."""
+
+    def __init__(self, monkeypatch, uneven):
+        super().__init__(monkeypatch, uneven)
+        self.leaving, self.early = {}, {}
+
+    def step(self):
+        hooks = [layer.register_forward_hook(self._forward_is_over) for layer in self.model]
+        took = super().step()
+        for hook in hooks:
+            hook.remove()
+        return took
+
+    def _forward_is_over(self, layer, args, result):
+        number = [*self.model].index(layer)
+        stores = [*chosen._stores.values()]
+        self.leaving[number] = sum(flight.size for store in stores for flight in store._flights._flying)
+
+        def backward(_):
+            self.early[number + 1] = sum(store._ahead_bytes for store in stores)  # when the one after it is over
+
+        result.register_hook(backward)
+
+    def as_problem(self, decisions, link):
+        blocks = []
+        for number in range(LAYERS):
+            out = saved_by_a_layer() if str(number) in decisions else 0
+            choices = (_problem.Choice(0.0, 0), _problem.Choice(0.0, 0, out=out))
+            blocks.append(_problem.Block(choices, forward_seconds=0.09 / LAYERS, backward_seconds=0.18 / LAYERS))
+        return _problem.Problem(tuple(blocks), link=link)
+
+
+@pytest.mark.parametrize("name", ["one layer", "two layers", "three layers", "the third"])
+@pytest.mark.parametrize("uneven", [0.0, 0.02], ids=["even", "uneven"])
+def test_plans_count_what_is_on_its_way(monkeypatch, name, uneven):
+    training = Watched(monkeypatch, uneven)
+    slow = training.link.rate * 0.92 / (1 + SPARE)
+    problem = training.as_problem(DECISIONS[name], _problem.Link(slow, slow))
+    leaving, back = _problem._on_the_way(problem, _problem.picked(problem, [1] * LAYERS))
+    tensor = TOKENS * 4 * WIDTH * 4  # the largest: what is on its way in part is there as a whole
+    with recollect.apply(training.model, DECISIONS[name]):
+        for step in range(8):
+            training.step()
+            if step < 2:
+                continue
+            for number in range(LAYERS):
+                assert training.leaving[number] <= leaving[number + 1] + tensor, (step, number)
+            for number in range(1, LAYERS):
+                most = max(back[number - 1] + problem.blocks[number - 1].choices[1].out, leaving[-1])
+                assert training.early[number] <= most + tensor, (step, number)
+    assert max(training.leaving.values()) > saved_by_a_layer() / 2
+    assert max(training.early.values()) > saved_by_a_layer() / 4
+
+
+def test_steps_hold_the_same_memory_though_they_take_other_times(monkeypatch):
+    training = Watched(monkeypatch, 0.03)
+    held = []
+    with recollect.apply(training.model, DECISIONS["three layers"]):
+        for _ in range(25):
+            training.step()
+            held.append((training.leaving, training.early))
+            training.leaving, training.early = {}, {}
+    assert all(one == held[5] for one in held[5:])
+
+
+def test_a_course_that_is_kept_is_left_when_it_does_not_hold_any_more(monkeypatch):
+    training = Training(monkeypatch, 0.0)
+    with recollect.apply(training.model, DECISIONS["two layers"]):
+        for _ in range(6):
+            training.step()
+        training.link.rate *= 0.8
+        waits = [training.step()[1] for _ in range(6)]
+    assert max(waits[:2]) > 1e-3
+    assert max(waits[3:]) < 1e-3, waits

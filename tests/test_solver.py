@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from recollect import _knapsack, _milp, _solver
 from recollect._errors import describe_amount
-from recollect._problem import is_allowed, solution, stalls, switches
+from recollect._problem import is_allowed, solution, switches
 from recollect._solver import Block, Choice, InfeasibleError, Link, Moment, Problem, frontier, peak, smallest, solve
 
 GIB = 2**30
@@ -30,22 +30,40 @@ def every_answer(problem):
         if problem.host_bytes is not None and sum(c.out for c in picked) > problem.host_bytes:
             continue
         kept = [0, *itertools.accumulate(c.kept for c in picked)]
-        moments = [
-            kept[i] + max(b.base_forward + c.forward, b.base_backward + c.backward)
-            for i, (b, c) in enumerate(zip(blocks, picked, strict=True))
-        ] + [kept[moment.after] + moment.bytes for moment in problem.moments]
-        out = back = 0.0
-        if problem.link is not None:
-            for i in range(len(blocks)):
-                gone = sum(c.out for c in picked[i:])
-                if picked[i].out:
-                    forward = sum(b.forward_seconds for b in blocks[i + 1 :])
-                    backward = sum(
-                        b.backward_seconds + c.seconds for b, c in zip(blocks[i + 1 :], picked[i + 1 :], strict=True)
-                    )
-                    out = max(out, gone / problem.link.out - forward)
-                    back = max(back, gone / problem.link.back - backward)
-        yield max([0, *moments]), sum(c.seconds for c in picked) + out + back
+        pairs = list(zip(blocks, picked, strict=True))
+        link, count = problem.link or Link(1.0, 1.0), len(blocks)
+
+        def late(i, end, per, pairs=pairs):
+            """Of blocks i to end - 1, one after the other: what the time after each of them did not suffice for."""
+            worst = 0.0
+            for first in range(i, end):
+                sent = sum(c.out for _, c in pairs[first:end])
+                worst = max(worst, sent - sum(per(b, c) for b, c in pairs[first + 1 : end]))
+            return worst
+
+        def goes(b, c, link=link):
+            return link.out * b.forward_seconds
+
+        def comes(b, c, link=link):
+            return link.back * (b.backward_seconds + c.seconds)
+
+        if link.in_flight is not None and any(
+            late(0, i, per) - per(*pairs[i]) > link.in_flight + 1e-6 for i in range(count) for per in (goes, comes)
+        ):
+            continue
+        moments = []
+        for i, (b, c) in enumerate(pairs):
+            passed = link.out * sum(b.backward_seconds + c.seconds for b, c in pairs[i + 1 :])
+            early = late(0, i - 1, comes) + pairs[i - 1][1].out if i else 0
+            there = max(0, early, late(0, count, goes) - passed - c.out)
+            moments.append(kept[i] + b.base_forward + c.forward + late(0, i, goes))
+            moments.append(kept[i] + b.base_backward + c.backward + there)
+        for moment in problem.moments:
+            there = late(0, moment.after, goes)
+            if moment.after == count:
+                there = max(there, late(0, count, comes))
+            moments.append(kept[moment.after] + moment.bytes + there)
+        yield max(0, *(math.ceil(bytes_ - 1e-6) for bytes_ in moments)), sum(c.seconds for c in picked)
 
 
 def least_seconds(answers, budget):
@@ -97,7 +115,10 @@ def problems(draw, most=2000, offloading=False, ties=False, unit=1):
             free = [{k for k, c in enumerate(blocks[i].choices) if not c.out} for i in group]
             if len(group) > 1 and len(lengths) == 1 and set.intersection(*free):
                 tied.append(tuple(group))
-    link = Link(draw(st.integers(1, 4)) * float(unit), draw(st.integers(1, 4)) * float(unit)) if offloading else None
+    link = None
+    if offloading:
+        out, back = (draw(st.integers(1, 4)) * float(unit) for _ in range(2))
+        link = Link(out, back, draw(st.none() | amounts))
     host = draw(st.none() | amounts) if offloading else None
     return Problem(tuple(blocks), tuple(moments), tuple(tied), link, host)
 
@@ -108,7 +129,6 @@ def check(problem, answers, budget, found, slack=0.0):
     assert found.peak == peak(problem, found.chosen)[0] <= budget
     assert is_allowed(problem, found.chosen)
     assert found.seconds == pytest.approx(solution(problem, found.chosen, 0.0).seconds)
-    assert found.stalls == stalls(problem, found.chosen)
     assert found.seconds >= best - 1e-6
     if slack is not None:
         assert found.seconds <= best * (1 + slack) + 1e-6
@@ -206,7 +226,8 @@ def test_offloading_is_solved_as_trying_everything_does(problem):
 
 def test_a_moment_that_takes_nothing_by_itself_bounds_what_is_kept_when_offloading():
     goes, stays = Choice(0.0, 0, out=1), Choice(0.0, 1)
-    blocks = (Block((goes, stays)), Block((goes, Choice(0.0, 0))), Block((stays,)))
+    times = {"forward_seconds": 1.0, "backward_seconds": 1.0}
+    blocks = (Block((goes, stays), **times), Block((goes, Choice(0.0, 0)), **times), Block((stays,), **times))
     problem = Problem(blocks, (Moment(bytes=0, after=3),), link=Link(1.0, 1.0))
     assert solve(problem, 1).chosen == (0, 1, 0)  # what the last block keeps is all that there is room for
 
@@ -338,9 +359,8 @@ def with_offloading(problem, speed=25e9):
     for block in problem.blocks:
         keep, none, attention, _ = block.choices
         sent = (
-            replace(keep, kept=0, forward=keep.forward * 5 // 4, out=keep.kept),
-            replace(attention, kept=0, out=attention.kept),
-            replace(none, kept=0, out=none.kept),
+            replace(choice, kept=0, out=choice.kept, seconds=choice.seconds + choice.kept * 1e-12)
+            for choice in (replace(keep, forward=keep.forward * 5 // 4), attention, none)
         )
         blocks.append(replace(block, choices=(*block.choices, *sent)))
     return replace(problem, blocks=tuple(blocks), link=Link(speed, speed), host_bytes=2 * 10**9)
@@ -368,7 +388,7 @@ def test_offloading_over_a_slow_link_stays_away():
     budget = (smallest(plain).peak + _solver.fastest(plain).peak) // 2
     found = solve(problem, budget)
     assert found.seconds == pytest.approx(solve(plain, budget).seconds, rel=_solver.GAP)
-    assert found.stalls == 0
+    assert not any(problem.blocks[i].choices[k].out for i, k in enumerate(found.chosen))
 
 
 def test_time_for_a_program_that_is_up_at_once_gives_what_the_chain_gives():

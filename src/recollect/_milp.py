@@ -6,15 +6,11 @@ it) are variables of their own, which keeps the matrix sparse.
 
 Neighbours that are alike are one run with a count for each choice, so that the solver does not look at every order of
 the same counts. What is alive besides what blocks keep may rise or fall from one to the next by the same amount, as
-gradients do. The rows then speak of the order that is best for them, whatever the counts are:
-
-- memory, from the first block on: first what lowers it, by rising need, then the others by falling need - rise;
-- going out and coming back, from the last block on: first what computes for longer than it travels, by rising time on
-  the link, then the others by falling time of computing.
-
-(Johnson's rule for two machines, 1954, three times; it is an exchange argument.) Where these orders are one, this is
-the same problem. Where they differ it asks for less, so what it bounds is bounded truly, and whoever asked sees which
-of the orders holds, and may ask again with all blocks apart.
+gradients do. The rows then speak of the order that is best for memory, whatever the counts are: from the first block
+on, first what lowers it, by rising need, then the others by falling need - rise. (Johnson's rule for two machines,
+1954; it is an exchange argument.) What is on its way they know before and after a run, and not within it. So where
+blocks are together the program asks for less, what it bounds is bounded truly, and whoever asked sees what an answer
+comes to, and may ask again with all blocks apart.
 
 Answers are rounded to whole numbers and are to be checked by whoever asked: the solver keeps a row only within 1e-6.
 """
@@ -26,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from recollect._problem import Block, Choice, Link, Problem
+from recollect._problem import Block, Choice, Problem
 
 Row = dict[int, float]
 
@@ -49,14 +45,18 @@ class _Run(NamedTuple):
     ks: list[int]
     choices: list[Choice]
     memory: list[_Memory]
-    out: list[int]  # orders, as positions in the lists above
+
+
+class _Way(NamedTuple):
+    leaving: list[int]  # columns, before each run and at the end
     back: list[int]
+    work: list[int]  # seconds of backward
 
 
 class _Memory(NamedTuple):
     needs: list[int]  # per choice, at the first block of the run
     rises: list[int]  # per choice, from one block to the next
-    order: list[int]
+    order: list[int]  # as positions in the lists of the run
 
 
 def is_there() -> bool:
@@ -85,7 +85,7 @@ def solve(
         problem: What to choose from.
         options: The indices of the choices of each block that may be taken.
         budget: Bytes.
-        seconds: At most so many, stalls included; infinity is allowed.
+        seconds: At most so many; infinity is allowed.
         time_limit: For the solver, in seconds.
         gap: Stop when the answer is proven to be within this share of the optimum.
         apart: Leave alike blocks apart.
@@ -112,15 +112,13 @@ class _Program:
         choices = [block.choices[k] for block, allowed in zip(problem.blocks, options, strict=True) for k in allowed]
         self.byte = 1 / max(budget, 1)
         self.second = 1 / (max((choice.seconds for choice in choices), default=0.0) or 1.0)
-        self.sent = 1 / (max((choice.out for choice in choices), default=0) or 1)
         self.keep = 1 - margin
         self.of_peak = seconds is not None
         self.peak = self.column(1.0 if self.of_peak else 0.0, budget * self.byte * self.keep)
         self.runs = self.all_runs(options, apart)
+        self.way = self.on_the_way() if any(choice.out for choice in choices) else None
         self.memory()
         total = {column: choice.seconds * self.second for column, choice in self.counted()}
-        if any(choice.out for choice in choices):
-            total.update(self.link())
         if seconds is None:
             for column, cost in total.items():
                 self.cost[column] += cost
@@ -136,7 +134,8 @@ class _Program:
         return len(self.cost) - 1
 
     def row(self, terms: Row, *, low: float = -math.inf, high: float = math.inf) -> None:
-        self.rows.append((terms, low, high))
+        if low > -math.inf or high < math.inf:
+            self.rows.append((terms, low, high))
 
     def counted(self) -> list[tuple[int, Choice]]:
         """Every column of a choice, once per block or run that it stands for, with seconds added up where tied."""
@@ -179,8 +178,7 @@ class _Program:
                 if i in group_of:
                     columns_of[group_of[i]] = columns
             memory = _memory(block, choices, blocks[i + 1] if end - i > 1 else block)
-            out, back = _on_link(block, choices, memory[-1].order, self.problem.link)
-            runs.append(_Run(i, end - i, columns, ks, choices, memory, out, back))
+            runs.append(_Run(i, end - i, columns, ks, choices, memory))
             i = end
         return runs
 
@@ -189,81 +187,112 @@ class _Program:
         others: dict[int, int] = {}
         for moment in self.problem.moments:
             others[moment.after] = max(others.get(moment.after, 0), moment.bytes)
-        self.used: list[list[int]] = []  # per run of several: whether a choice occurs at all
-        for run in self.runs:
-            self.moment(others.get(run.first), there)
+        for number, run in enumerate(self.runs):
+            self.moment(others.get(run.first), there, self.way.leaving[number] if self.way else None)
             kept = [choice.kept * self.byte for choice in run.choices]
             if run.length == 1:
-                self.used.append(run.columns)
+                self.fit_one(number, there)
             else:
-                self.used.append([self.column(upper=1.0, whole=True) for _ in run.columns])
-                for column, used in zip(run.columns, self.used[-1], strict=True):
-                    self.row({column: 1.0, used: -float(run.length)}, high=0.0)
-                    self.row({used: 1.0, column: -1.0}, high=0.0)
-            for memory in run.memory:
-                self.fit(run, memory, self.used[-1], there)
+                used = [self.column(upper=1.0, whole=True) for _ in run.columns]  # whether a choice occurs at all
+                for column, one in zip(run.columns, used, strict=True):
+                    self.row({column: 1.0, one: -float(run.length)}, high=0.0)
+                    self.row({one: 1.0, column: -1.0}, high=0.0)
+                for memory in run.memory:
+                    self.fit(run, memory, used, there)
             after = self.column()
             self.row({there: 1.0, after: -1.0, **dict(zip(run.columns, kept, strict=True))}, low=0.0, high=0.0)
             there = after
-        self.moment(others.get(len(self.problem.blocks)), there)
+        for late in (self.way.leaving[-1], self.way.back[-1]) if self.way else (None,):
+            self.moment(others.get(len(self.problem.blocks)), there, late)
 
     def fit(self, run: _Run, memory: _Memory, used: list[int], there: int) -> None:
         needs = [need * self.byte for need in memory.needs]
         terms: Row = {there: 1.0, self.peak: -1.0}
-        if run.length == 1:
-            self.row({**terms, **dict(zip(run.columns, needs, strict=True))}, high=0.0)
-            return
         # Along blocks that choose alike memory rises or falls steadily: the last or the first of them decides.
         for c in memory.order:
             rise = memory.rises[c] * self.byte
             before, terms = terms, {**terms, run.columns[c]: rise}
             self.row({**terms, used[c]: needs[c] - rise} if rise > 0 else {**before, used[c]: needs[c]}, high=0.0)
 
-    def moment(self, bytes_: int | None, there: int) -> None:
-        if bytes_ is not None:
-            self.row({there: 1.0, self.peak: -1.0}, high=-bytes_ * self.byte)
+    def fit_one(self, number: int, there: int) -> None:
+        run = self.runs[number]
+        block = self.problem.blocks[run.first]
+        forward, backward = (
+            self.of_run(run, [bytes_ * self.byte for bytes_ in needs])
+            for needs in (
+                [block.base_forward + choice.forward for choice in run.choices],
+                [block.base_backward + choice.backward for choice in run.choices],
+            )
+        )
+        base: Row = {there: 1.0, self.peak: -1.0}
+        way = self.way
+        if way is None:
+            self.row({**base, **forward}, high=0.0)
+            self.row({**base, **backward}, high=0.0)
+            return
+        self.row({**base, **forward, way.leaving[number]: 1.0}, high=0.0)
+        before = self.runs[number - 1] if number else None
+        if before is None:
+            self.row({**base, **backward}, high=0.0)
+        elif before.length > 1:
+            self.row({**base, **backward, way.back[number]: 1.0}, high=0.0)
+        else:
+            sent = self.of_run(before, [choice.out * self.byte for choice in before.choices])
+            self.row(_sum(base, backward, sent, {way.back[number - 1]: 1.0}), high=0.0)
+        # What is still leaving since the forward, while later blocks have gone backward.
+        rate = self.rate_out
+        gone = [
+            -choice.out * self.byte + rate * (block.backward_seconds + choice.seconds) * self.second
+            for choice in run.choices
+        ]
+        passed = {way.leaving[-1]: 1.0, way.work[-1]: -rate, way.work[number]: rate}
+        self.row(_sum(base, backward, passed, self.of_run(run, gone)), high=0.0)
+        self.row({**base, **backward}, high=0.0)
 
-    def link(self) -> Row:
-        """Windows for going out and for coming back; gives the columns of the stalls, with their cost."""
+    def of_run(self, run: _Run, values: Sequence[float]) -> Row:
+        return dict(zip(run.columns, values, strict=True))
+
+    def moment(self, bytes_: int | None, there: int, late: int | None) -> None:
+        if bytes_ is not None:
+            terms = {there: 1.0, self.peak: -1.0}
+            self.row(terms if late is None else {**terms, late: 1.0}, high=-bytes_ * self.byte)
+
+    def on_the_way(self) -> _Way:
+        """Columns for bytes that are on their way, before each run and at the end; windows for them."""
         link = self.problem.link
         assert link is not None
-        stall_out, stall_back = self.column(), self.column()
-        sent, work = self.column(upper=0.0), self.column(upper=0.0)  # by later blocks: bytes, seconds of backward
-        forward = 0.0
-        for run, used in zip(reversed(self.runs), reversed(self.used), strict=True):
+        per = self.byte / self.second  # bytes by unit of bytes, per seconds by unit of seconds
+        self.rate_out, rate_back = link.out * per, link.back * per
+        most = math.inf if link.in_flight is None else link.in_flight * self.byte * self.keep
+        way = _Way([self.column(upper=0.0)], [self.column(upper=0.0)], [self.column(upper=0.0)])
+        everything: Row = {}
+        for run in self.runs:
             block = self.problem.blocks[run.first]
-            f = block.forward_seconds * self.second
-            b = [(block.backward_seconds + choice.seconds) * self.second for choice in run.choices]
-            out = [choice.out * self.sent for choice in run.choices]
-            for stall, speed, order, per, late in (
-                (stall_out, link.out, run.out, [f] * len(b), forward),
-                (stall_back, link.back, run.back, b, None),
-            ):
-                slow = self.second / (speed * self.sent)  # units of time per unit of what is sent
-                fixed: Row = {sent: slow, stall: -1.0}
-                if late is None:
-                    fixed[work] = -1.0
-                high = (late or 0.0) * self.keep
-                if run.length == 1:
-                    terms = {column: slow * o for column, o in zip(run.columns, out, strict=True) if o}
-                    if terms:
-                        self.row({**fixed, **terms}, high=high)
-                    continue
-                # Along blocks that choose alike what is late grows or shrinks steadily: the last and the first decide.
-                for c in reversed(order):
-                    column = run.columns[c]
-                    if out[c]:
-                        self.row({**fixed, used[c]: slow * out[c]}, high=high)
-                        self.row({**fixed, column: slow * out[c] - per[c], used[c]: per[c]}, high=high)
-                    fixed[column] = slow * out[c] - per[c]
-            forward += f * run.length
-            earlier_sent, earlier_work = self.column(), self.column()
-            self.row({sent: 1.0, earlier_sent: -1.0, **dict(zip(run.columns, out, strict=True))}, low=0.0, high=0.0)
-            self.row({work: 1.0, earlier_work: -1.0, **dict(zip(run.columns, b, strict=True))}, low=0.0, high=0.0)
-            sent, work = earlier_sent, earlier_work
+            out = self.of_run(run, [choice.out * self.byte for choice in run.choices])
+            everything = _sum(everything, out)
+            forward = self.rate_out * block.forward_seconds * self.second
+            seconds = [(block.backward_seconds + choice.seconds) * self.second for choice in run.choices]
+            came = self.of_run(run, [-rate_back * one for one in seconds])
+            leaving, back, work = (columns[-1] for columns in way)
+            now, now_back, now_work = self.column(), self.column(), self.column()
+            # What is late after the run is no less than what all of it is late, and than that of its own bytes alone.
+            self.row({leaving: 1.0, now: -1.0, **out}, high=forward * run.length)
+            self.row({now: -1.0, **out}, high=forward * (run.length - 1))
+            self.row({leaving: 1.0}, high=forward + most)
+            self.row(_sum({back: 1.0, now_back: -1.0}, out, came), high=0.0)
+            if run.length == 1:
+                self.row({now_back: -1.0, **out}, high=0.0)
+                self.row({back: 1.0, **came}, high=most)
+            else:
+                least = rate_back * block.backward_seconds * self.second
+                self.row(_sum({now_back: -1.0}, out, came), high=-least)
+                self.row({back: 1.0}, high=rate_back * max(seconds) + most)
+            self.row({work: 1.0, now_work: -1.0, **self.of_run(run, seconds)}, low=0.0, high=0.0)
+            for columns, one in zip(way, (now, now_back, now_work), strict=True):
+                columns.append(one)
         if self.problem.host_bytes is not None:
-            self.upper[sent] = self.problem.host_bytes * self.sent * self.keep
-        return {stall_out: 1.0, stall_back: 1.0}
+            self.row(everything, high=self.problem.host_bytes * self.byte * self.keep)
+        return way
 
     # --- Solving ---
 
@@ -300,8 +329,11 @@ class _Program:
 
     def candidates(self, values: Any) -> list[list[int]]:
         found: list[list[int]] = []
-        orders = [(run.memory[0].order, run.memory[-1].order, run.out, run.back) for run in self.runs]
-        for best_for in range(4):
+        orders = [
+            (run.memory[0].order, run.memory[-1].order, sorted(run.memory[0].order, key=lambda c: -run.choices[c].out))
+            for run in self.runs
+        ]
+        for best_for in range(3):
             chosen: list[int] = []
             for run, order in zip(self.runs, orders, strict=True):
                 for c in order[best_for]:
@@ -338,12 +370,10 @@ def _ordered(needs: list[int], step: int, choices: list[Choice]) -> _Memory:
     return _Memory(needs, rises, order)
 
 
-def _on_link(block: Block, choices: list[Choice], order: list[int], link: Link | None) -> tuple[list[int], list[int]]:
-    if link is None:
-        return order, order
-    travel = [choice.out / link.back for choice in choices]
-    work = [block.backward_seconds + choice.seconds for choice in choices]
-    # Sorted from the last block on; what is equal stays as it is best for memory.
-    latest = order[::-1]
-    back = sorted(latest, key=lambda c: (0, travel[c]) if work[c] >= travel[c] else (1, -work[c]))
-    return sorted(order, key=lambda c: -choices[c].out), back[::-1]
+def _sum(*rows: Row) -> Row:
+    """Tied runs have columns in common, so that terms of several are added."""
+    total: Row = {}
+    for row in rows:
+        for column, value in row.items():
+            total[column] = total.get(column, 0.0) + value
+    return total

@@ -8,14 +8,21 @@ keep is there:
     base_backward[i] + sum of kept[j] for j < i + backward[i]  likewise,
     bytes            + sum of kept[j] for j < after            for every other moment.
 
-What is offloaded must be out before the forward is over, and back before the backward that asks for it. Each direction
-of the link has the time in which later blocks run, and where that is too little, the step stalls:
+What is offloaded is away for some of that time only, because the link takes as long as it takes. Nobody waits for it:
+what is late is on the device instead. Blocks leave in their order, each once its forward is over, and come back in the
+reverse order, each before its backward begins:
 
-    sum of out[j] for j >= i  <=  link.out  * (stall out  + sum of forward_seconds[k] for k > i), and
-    sum of out[j] for j >= i  <=  link.back * (stall back + sum of backward_seconds[k] + seconds[k] for k > i),
+    leaving[i + 1] = out[i] + max(0, leaving[i] - link.out * forward_seconds[i])
+    back[i + 1]    = out[i] + max(0, back[i] - link.back * (backward_seconds[i] + seconds[i]))
 
-for every i that offloads. So what later blocks recompute widens the window for coming back, and the earliest blocks
-have the longest.
+are the bytes of blocks up to i that are still leaving when the forward of block i is over, and those that must be back
+by the end of the backward of block i + 1. So the earliest blocks have the longest, and what later blocks recompute
+widens the window for coming back. In the sums above there is besides
+
+    leaving[i]                             at the forward of block i, and at a moment after i blocks,
+    back[i - 1] + out[i - 1]               at the backward of block i: fetching begins a block earlier than it must,
+    leaving[n] - link.out * time - out[i]  at the same, if that is more: time is that of later blocks' backward,
+    max(leaving[n], back[n])               when the forward of all n is over.
 
 Plain numbers and arithmetic. Nothing is searched for here and nothing is measured.
 """
@@ -32,7 +39,7 @@ class Choice:
     """One way to treat a block.
 
     Attributes:
-        seconds: What it adds to a step. All of it is work in the backward, behind which what comes back can hide.
+        seconds: What it adds to a step. All of it is work in the backward, beside which bytes can come back.
         kept: Bytes that it holds on the device from the end of the block's forward until its backward is over.
         forward: Bytes at the worst moment of the block's own forward, above what is there otherwise. What it keeps is
             part of that where it is there by then, and not added again.
@@ -91,10 +98,17 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bytes per second to the host and back."""
+    """Bytes per second to the host and back.
+
+    Attributes:
+        out: To the host.
+        back: From the host.
+        in_flight: How many bytes may be on their way in each direction, those of one block apart; None for any.
+    """
 
     out: float
     back: float
+    in_flight: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +163,15 @@ class Solution:
 
     Attributes:
         chosen: The index of a choice for every block.
-        seconds: What the choices add to a step, stalls included.
+        seconds: What the choices add to a step.
         peak: Bytes at the worst moment.
         gap: The share of `seconds` that another answer within the budget could save at most; 0.0 where none is better.
-        stalls: Seconds for which the step waits for the link.
     """
 
     chosen: tuple[int, ...]
     seconds: float
     peak: int
     gap: float
-    stalls: float = 0.0
 
 
 def name_of(problem: Problem, i: int) -> str:
@@ -180,44 +192,75 @@ def peak(problem: Problem, chosen: Sequence[int]) -> tuple[int, str]:
         >>> peak(Problem((block, block)), [0, 0]), peak(Problem((block, block)), [1, 0])
         ((17, 'forward of block 1'), (10, 'forward of block 1'))
     """
+    choices = picked(problem, chosen)
     there = [0]
-    for choice in picked(problem, chosen):
+    for choice in choices:
         there.append(there[-1] + choice.kept)
+    leaving, back = _on_the_way(problem, choices)
+    at_backward = _at_backward(problem, choices, leaving[-1], back)
     worst, where = 0, ""
-    for i, (block, choice) in enumerate(zip(problem.blocks, picked(problem, chosen), strict=True)):
+    for i, (block, choice) in enumerate(zip(problem.blocks, choices, strict=True)):
         for bytes_, what in (
-            (block.base_forward + choice.forward, "forward"),
-            (block.base_backward + choice.backward, "backward"),
+            (_whole(leaving[i]) + block.base_forward + choice.forward, "forward"),
+            (_whole(at_backward[i]) + block.base_backward + choice.backward, "backward"),
         ):
             if there[i] + bytes_ > worst:
                 worst, where = there[i] + bytes_, f"{what} of {name_of(problem, i)}"
+    late = [*leaving[:-1], max(leaving[-1], back[-1])]
     for number, moment in enumerate(problem.moments):
-        if there[moment.after] + moment.bytes > worst:
-            worst, where = there[moment.after] + moment.bytes, moment.name or f"moment {number}"
+        bytes_ = there[moment.after] + _whole(late[moment.after]) + moment.bytes
+        if bytes_ > worst:
+            worst, where = bytes_, moment.name or f"moment {number}"
     return worst, where
 
 
-def stalls(problem: Problem, chosen: Sequence[int]) -> float:
-    """Seconds for which the step waits for the link, both ways together."""
-    if problem.link is None:
-        return 0.0
-    gone, forward, backward, out, back = 0, 0.0, 0.0, 0.0, 0.0
-    for block, choice in zip(reversed(problem.blocks), reversed(picked(problem, chosen)), strict=True):
-        gone += choice.out
-        if choice.out:
-            out = max(out, gone / problem.link.out - forward)
-            back = max(back, gone / problem.link.back - backward)
-        forward += block.forward_seconds
-        backward += block.backward_seconds + choice.seconds
-    return out + back
+def _on_the_way(problem: Problem, choices: Sequence[Choice]) -> tuple[list[float], list[float]]:
+    """What is leaving when the forward of each block begins, and must be back when its backward ends; and of all."""
+    leaving, back, link = [0.0], [0.0], problem.link
+    for block, choice in zip(problem.blocks, choices, strict=True):
+        left, came = (0.0, 0.0) if link is None else _moved(link, block, choice)
+        leaving.append(choice.out + max(0.0, leaving[-1] - left))
+        back.append(choice.out + max(0.0, back[-1] - came))
+    return leaving, back
+
+
+def _moved(link: Link, block: Block, choice: Choice) -> tuple[float, float]:
+    """What the link carries while a block is computed: out during its forward, and back during its backward."""
+    return link.out * block.forward_seconds, link.back * (block.backward_seconds + choice.seconds)
+
+
+def _at_backward(problem: Problem, choices: Sequence[Choice], leaving: float, back: Sequence[float]) -> list[float]:
+    """What is there at the backward of each block of what others have offloaded."""
+    found = [0.0] * len(choices)
+    for i in reversed(range(len(choices))):
+        early = back[i - 1] + choices[i - 1].out if i else 0.0
+        found[i] = max(early, leaving - choices[i].out, 0.0)
+        if problem.link is not None:
+            leaving -= problem.link.out * (problem.blocks[i].backward_seconds + choices[i].seconds)
+    return found
+
+
+def _whole(bytes_: float) -> int:
+    return math.ceil(bytes_ - 1e-6)
 
 
 def is_allowed(problem: Problem, chosen: Sequence[int]) -> bool:
-    """Whether tied blocks agree and the host has room."""
-    at_host = sum(choice.out for choice in picked(problem, chosen))
-    return (problem.host_bytes is None or at_host <= problem.host_bytes) and all(
-        len({chosen[i] for i in group}) <= 1 for group in problem.tied
+    """Whether tied blocks agree, the host has room, and no more is on its way than may be."""
+    choices = picked(problem, chosen)
+    return (
+        (problem.host_bytes is None or sum(choice.out for choice in choices) <= problem.host_bytes)
+        and all(len({chosen[i] for i in group}) <= 1 for group in problem.tied)
+        and _most_on_the_way(problem, choices) <= 0.0
     )
+
+
+def _most_on_the_way(problem: Problem, choices: Sequence[Choice]) -> float:
+    """By how much more is on its way than may be; those that have not begun to are no part of it."""
+    if problem.link is None or problem.link.in_flight is None:
+        return 0.0
+    most = problem.link.in_flight + 1e-6
+    ways = _on_the_way(problem, choices)
+    return max((way[i + 1] - choice.out - most for way in ways for i, choice in enumerate(choices)), default=0.0)
 
 
 def switches(problem: Problem, chosen: Sequence[int]) -> int:
@@ -233,8 +276,7 @@ def switches(problem: Problem, chosen: Sequence[int]) -> int:
 
 def solution(problem: Problem, chosen: Sequence[int], bound: float) -> Solution:
     """What `chosen` comes to, where no answer takes less than `bound` seconds."""
-    waits = stalls(problem, chosen)
-    seconds = math.fsum(choice.seconds for choice in picked(problem, chosen)) + waits
+    seconds = math.fsum(choice.seconds for choice in picked(problem, chosen))
     gap = (seconds - bound) / seconds if seconds > 0 else 0.0
     # Sums in another order differ in the last digits.
-    return Solution(tuple(chosen), seconds, peak(problem, chosen)[0], gap if gap > 1e-9 else 0.0, waits)
+    return Solution(tuple(chosen), seconds, peak(problem, chosen)[0], gap if gap > 1e-9 else 0.0)

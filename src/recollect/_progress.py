@@ -1,8 +1,8 @@
 """Where some parts of a model are offloaded and others are not, the others tell how far backward has come.
 
 What was offloaded first is needed last. It has to be on its way back while backward is still busy with parts that
-offload nothing and ask for nothing, so these parts leave marks in the graph: one forward hook on each module beside
-one that is offloaded.
+offload nothing and ask for nothing, so these parts leave marks in the graph: one forward hook on each module that is
+called before or after one that is offloaded. In the forward it is there that memory goes back which has left by then.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ How it is done, by what there is to decide:
 
 - a chain of blocks alone: `_knapsack.py`, exact in well under a second for hundreds of blocks;
 - tied blocks: the same, with a search over the groups around it (`_ties.py`);
-- offloading, where windows on the link make every choice depend on later ones: a mixed-integer program (`_milp.py`),
-  which needs scipy. Without scipy choices that offload are left alone.
+- offloading, where what is on its way makes every choice depend on others: a mixed-integer program (`_milp.py`), which
+  needs scipy. Without scipy choices that offload are left alone.
 
 Whatever finds an answer, it is worth what `_problem.py` says of it, to the byte, and it is never worse than what the
 simpler ways find. An answer's gap is relative to the problem as it was given: where a solver was stopped, where
@@ -75,7 +75,7 @@ def solve(problem: Problem, budget: int, *, time_limit: float = TIME_LIMIT) -> S
         >>> keep, recompute = Choice(0.0, kept=8, forward=8, backward=9), Choice(1.0, kept=1, forward=2, backward=9)
         >>> blocks = (Block((keep, recompute), kind=0),) * 4
         >>> solve(Problem(blocks), 20)
-        Solution(chosen=(1, 1, 0, 0), seconds=2.0, peak=19, gap=0.0, stalls=0.0)
+        Solution(chosen=(1, 1, 0, 0), seconds=2.0, peak=19, gap=0.0)
     """
     return _solve(problem, budget, [], time_limit)
 
@@ -83,7 +83,8 @@ def solve(problem: Problem, budget: int, *, time_limit: float = TIME_LIMIT) -> S
 def fastest(problem: Problem, *, time_limit: float = TIME_LIMIT) -> Solution:
     """Least seconds whatever the memory, and the least peak with those."""
     enough = sum(
-        max(0, *(max(block.need(choice), 0) + choice.kept for choice in block.choices)) for block in problem.blocks
+        max(0, *(max(block.need(choice), 0) + choice.kept + 2 * choice.out for choice in block.choices))
+        for block in problem.blocks
     ) + sum(max(moment.bytes, 0) for moment in problem.moments)
     found = _solve(problem, enough, [], time_limit)
     return _within(problem, found.seconds, [found.chosen], time_limit)
@@ -215,10 +216,10 @@ def _least_peak(problem: Problem, time_limit: float) -> Chosen:
     if _offloads(problem) and _milp.is_there():
         everything = _options(problem, offloading=True)
         relaxed = _ties.least_peak(problem, everything)
-        if is_allowed(problem, relaxed.chosen):
-            answers.append(relaxed.chosen)
-        else:
-            answers += _small_by_milp(problem, math.inf, peak(problem, answers[0])[0], time_limit)
+        answers += [relaxed.chosen] if is_allowed(problem, relaxed.chosen) else []
+        least = min(peak(problem, chosen)[0] for chosen in answers)
+        if least > relaxed.bound:
+            answers += _small_by_milp(problem, math.inf, least, time_limit)
     return min(answers, key=lambda chosen: peak(problem, chosen)[0])
 
 

@@ -112,14 +112,14 @@ class Trial:
             return Step(max(mark.peak for mark in profile.marks), profile.seconds)
         return self._predicted(keep, _problem.peak(self.problem(), keep)[0])
 
-    def _predicted(self, chosen: Sequence[int], peak: int, stalls: float = 0.0) -> Step:
+    def _predicted(self, chosen: Sequence[int], peak: int) -> Step:
         profile = self._profile
         added = sum(profile.option(number, choice).seconds for number, choice in enumerate(chosen))
         base = sum(profile.option(number, choice).seconds for number, choice in enumerate(profile.base))
-        return Step(peak, profile.seconds + added + stalls - base)
+        return Step(peak, profile.seconds + added - base)
 
     def _step_of(self, solution: Solution) -> Step:
-        return self._predicted(solution.chosen, solution.peak, solution.stalls)
+        return self._predicted(solution.chosen, solution.peak)
 
     def as_plan(self, solution: Solution, budget: int | None, ran: _Ran | None = None) -> Plan:
         """What a solution means."""

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from torch.jit import ScriptModule
-from torch.nn import Module
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
 from recollect import _errors, _progress
 from recollect._checkpoint import checked_options
@@ -129,16 +129,34 @@ def _decide_by_asking(model: Module, found: list[_Found], decide: Callable[[str,
 
 
 def _beside_offloaded(found: list[_Found]) -> list[_Found]:
-    """The modules that stand beside one that is offloaded, and are not."""
-    offloaded = {id(one) for one in found if one.entry is not None and is_offloaded(one.entry.decision)}
-    parents = {name.rpartition(".")[0] for one in found if id(one) in offloaded for name in one.names if name}
-    return [
-        one
-        for one in found
-        if id(one) not in offloaded
-        and one.is_called()
-        and any(name and name.rpartition(".")[0] in parents for name in one.names)
-    ]
+    """The modules that are called before or after one that is offloaded, at every level around it.
+
+    Of containers what is in them: they take long, or are not called themselves.
+    """
+    by_name = {name: one for one in found for name in one.names}
+    children: dict[str, list[str]] = {}
+    for name in by_name:
+        if name:
+            children.setdefault(name.rpartition(".")[0], []).append(name)
+    offloaded = [one for one in found if one.entry is not None and is_offloaded(one.entry.decision)]
+    around = {above for one in offloaded for name in one.names for above in _names_above(name)}
+    beside: dict[int, _Found] = {}
+    waiting = [name for above in around for name in children[above]]
+    for name in waiting:
+        one = by_name[name]
+        if name in around or one in offloaded:
+            continue
+        if own_class(type(one.module)) in (Sequential, ModuleList, ModuleDict) and name in children:
+            waiting += children[name]
+        elif one.is_called():
+            beside[id(one)] = one
+    return list(beside.values())
+
+
+def _names_above(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 # --- Under other decisions ---

@@ -35,6 +35,8 @@ from recollect._problem import Block, Choice, Link, Moment, Problem
 from recollect._ranks import worst
 from recollect._stores.courses import SPARE
 from recollect._stores.files import Files, not_written
+from recollect._stores.links import link_of
+from recollect._stores.store import bound_of
 from recollect._travel import LINK_BYTES, price_of_copies, speeds_of_link
 from recollect._tried import attempt, decided
 from recollect.policy import Decision, Offload
@@ -60,6 +62,7 @@ class Profile:
         device: Where.
         is_estimated: Whether nothing was run, and times are those of a GPU on paper.
         link: Bytes per second to where blocks can be offloaded, and back; None if they cannot.
+        in_flight: How many bytes may be on their way there or back; None for any number.
         accumulates: Whether the step has gone backward before the first of the blocks. What is decided holds there too,
             and so the worst moment there says nothing about other decisions.
     """
@@ -76,6 +79,7 @@ class Profile:
     device: str
     is_estimated: bool
     link: tuple[float, float] | None = None
+    in_flight: int | None = None
     accumulates: bool = False
 
     def option(self, block: int, choice: int) -> Option:
@@ -145,9 +149,16 @@ class Profile:
             ),
             tuple(moments),
             self.tied,
-            Link(*(rate / (1 + SPARE) for rate in self.link)) if offloading and self.link is not None else None,
+            self._slow_link() if offloading else None,
             host_bytes,
         )
+
+    def _slow_link(self) -> Link | None:
+        """Copies have time to spare (`_stores/courses.py`): memory is counted on only when they surely are through."""
+        if self.link is None:
+            return None
+        out, back = (rate / (1 + SPARE) for rate in self.link)
+        return Link(out, back, self.in_flight)
 
     def _words(self, mark: Mark) -> str:
         where = "the beginning" if mark.block is None else f"what comes after {self.blocks[mark.block] or 'the model'}"
@@ -229,7 +240,8 @@ def measure(
         link = _link(bench, offload)
         price = _price(bench, profile, offload, link, repeats)
         kinds = [kind.with_offloading(offload, price) for kind in profile.kinds]
-        profile = dataclasses.replace(profile, kinds=tuple(kinds), link=link)
+        in_flight = _in_flight(bench, offload)
+        profile = dataclasses.replace(profile, kinds=tuple(kinds), link=link, in_flight=in_flight)
     return profile
 
 
@@ -318,6 +330,13 @@ def _link(bench: Bench, offload: Offload) -> tuple[float, float]:
         return speeds_of_link(bench.device, "disk", files.directory)
     except OSError as error:
         raise not_written(files.directory, LINK_BYTES, error) from error
+
+
+def _in_flight(bench: Bench, offload: Offload) -> int | None:
+    link = None if bench.gpu is not None else link_of(bench.device)
+    if link is None:
+        return None
+    return min(bound_of(None if one is None else int(one), link) for one in (offload.in_flight, offload.ahead))
 
 
 def _price(bench: Bench, profile: Profile, offload: Offload, link: tuple[float, float], repeats: int) -> float:

@@ -11,7 +11,9 @@ between and the time that copies took, are the course that the next is expected 
 - what is changed in place after it was copied: then whoever changes it has to wait for the copy;
 - what has left by when.
 
-That is an expectation and no more: a step that takes another course is served all the same, in reverse order.
+That is an expectation and no more: a step that takes another course is served all the same, in reverse order. And it is
+kept once some steps have shown it, for as long as nobody has to wait under it: so steps hold the same memory at the
+same time, though no two of them take exactly as long.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 _LOOKED_AT = 256  # how many places ahead, at most
 SPARE = 0.08  # of the time that copies take: no two steps are alike, and a device that is cool or alone is faster
 _SPARE_MS = 0.5
+_SETTLED = 3  # steps that a course is learnt from
 _LONGEST = 2**16  # of all that is noted of a step
 
 
@@ -48,6 +51,7 @@ class Course:
         "_order",
         "changed",
         "rate",
+        "seen",
         "signs",
         "stays",
     )
@@ -74,6 +78,7 @@ class Course:
         self.stays = frozenset(stays)
         self._gone = gone or []  # by place: the last place that has left by then
         self._gone_later = gone_later or {}  # the same by when a place is asked for
+        self.seen = 1  # in so many steps one after the other
 
     def begins_like(self, signs: list[int]) -> bool:
         """Whether a step with these places so far may be of this course."""
@@ -81,6 +86,10 @@ class Course:
 
     def goes_on(self, place: int, sign: int) -> bool:
         return place < len(self.signs) and self.signs[place] == sign
+
+    def holds_for(self, step: Step, order: list[int]) -> bool:
+        """Whether it is known well, and a step that took it waited for nothing."""
+        return self.seen >= _SETTLED and self._order == order and step.was_smooth()
 
     def gone_by(self, place: int) -> int:
         """The last place that has left when a step has come to `place`, -1 if none is known to have."""
@@ -171,14 +180,30 @@ class Step:
         moments = chain(reversed(self.left), (moment for _, moment, _ in reversed(self.askings)))
         return all(moment.query() for moment in moments)
 
-    def learn(self, ahead: int, rate: float | None) -> Course | None:
-        """The course that it took; None if nothing was asked for. `rate` is for a step in which nothing came back."""
+    def was_smooth(self) -> bool:
+        """Whether the device waited for no copy, as far as that can be told."""
+        return self.is_on_one_device and _Clock(self.begin, self.stalls).waited <= _SPARE_MS
+
+    def learn(self, ahead: int, courses: list[Course]) -> Course | None:
+        """The course that it took, which may be one of those that are known; None if nothing was asked for."""
         askings: dict[int, Moment] = {}
         for place, moment, _ in self.askings:
             askings.setdefault(place, moment)
         order = list(askings)
         if not order:
             return None
+        known = next((one for one in courses if one.signs == self.signs), None)
+        if known is not None and known.holds_for(self, order):
+            known.changed = self.changed
+            return known
+        course = self._learn_anew(ahead, askings, next((one.rate for one in courses if one.rate is not None), None))
+        if known is not None and self.was_smooth():
+            course.seen = known.seen + 1
+        return course
+
+    def _learn_anew(self, ahead: int, askings: dict[int, Moment], rate: float | None) -> Course:
+        """`rate` is for a step in which nothing came back."""
+        order = list(askings)
         rate = self._rate_in() or rate
         if rate is None or not self.is_on_one_device:
             return Course(self.signs, self.changed, order)
@@ -186,7 +211,7 @@ class Step:
         clock = _Clock(self.begin, self.stalls)
         begun = [clock.time_of(moment) for moment in self.begun]
         needed = [clock.time_of(moment) for moment in askings.values()]
-        left = _leaving_times(begun, self.sizes, self._rate_out())
+        left = _leaving_times(begun, self.sizes, self._rate_out() / (1 + SPARE))
         durations = [self.sizes[place] / rate for place in order]
         stays = _too_soon([self.sizes[place] for place in order], needed, [left[at] for at in order], durations, ahead)
         return Course(
@@ -237,6 +262,11 @@ class _Clock:
                 self._since.append(begin.elapsed_time(moment))
                 self._waited.append(waited)
 
+    @property
+    def waited(self) -> float:
+        """In all."""
+        return self._waited[-1] if self._waited else 0.0
+
     def time_of(self, moment: Moment) -> float:
         time = self._begin.elapsed_time(moment)
         before = bisect_left(self._since, time)
@@ -257,7 +287,7 @@ def _gone_by(times: list[float], left: list[float]) -> list[int]:
     """For each of some times, in order, the last place that had left by then, with a bit to spare."""
     gone, last = [], -1
     for time in times:
-        while last + 1 < len(left) and left[last + 1] * (1 + SPARE) + _SPARE_MS <= time:
+        while last + 1 < len(left) and left[last + 1] + _SPARE_MS <= time:
             last += 1
         gone.append(last)
     return gone

@@ -55,7 +55,7 @@ from recollect._torch import (
     version_of,
 )
 
-_COURSES = 4  # how many are remembered
+_COURSES = 16  # how many are remembered: a search for a plan comes by many before it returns to the best
 _WATCHED = 8  # tensors over one memory that count their changes apart
 _LARGE, _LEARN_EVERY = 2000, 8  # from a step with more places than that one learns only every so many steps
 
@@ -266,7 +266,7 @@ class Store:
         else:
             self._flights.begin(flight)
             landed = self._flights.land_what_has_left(gone)
-            landed += self._flights.land_what_is_too_much(self._bound(self._in_flight, link))
+            landed += self._flights.land_what_is_too_much(bound_of(self._in_flight, link))
         self._note_landed(link, moment, landed)
 
     def hold_back(self, ticket: Ticket) -> None:
@@ -374,7 +374,7 @@ class Store:
         task = graph_task_id()
         if copy.incoming is not None or copy.source is not None or (copy.asked_in == task and task >= 0):
             return True
-        bound = self._bound(self._ahead, copy.link)
+        bound = bound_of(self._ahead, copy.link)
         if self._ahead_bytes and self._ahead_bytes + copy.size > bound:
             return False
         try:
@@ -480,14 +480,10 @@ class Store:
         if step is None or link is None or not step.is_over():
             return
         self._ended = None
-        rate = next((one.rate for one in self._courses if one.rate is not None), None)
-        course = step.learn(self._bound(self._ahead, link), rate)
+        course = step.learn(bound_of(self._ahead, link), self._courses)
         if course is not None:
             others = [one for one in self._courses if one.signs != course.signs]
             self._courses = [course, *others[: _COURSES - 1]]
-
-    def _bound(self, chosen: int | None, link: Link) -> int:
-        return link.memory() // 32 if chosen is None else chosen
 
     def _bury(self) -> None:
         """Release what belonged to copies that have died."""
@@ -526,6 +522,11 @@ class Store:
                     self._waits.append((moment, awaited))
                 else:
                     self.counts.waited_seconds += max(late, 0.0) / 1000
+
+
+def bound_of(chosen: int | None, link: Link) -> int:
+    """How many bytes may be on their way out, or back ahead of their use."""
+    return link.memory() // 32 if chosen is None else chosen
 
 
 def _without_values(tensor: Tensor) -> Tensor:
