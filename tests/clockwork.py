@@ -43,6 +43,7 @@ class Link:
     def __init__(self, rate, uneven=0.0):
         self.rate = rate
         self.uneven = uneven
+        self.pace = 1.0  # of the computation of a step; less is faster
         self.luck = random.Random(0)
         self.host = self.compute = self.out = self.back = self.waited = 0.0
 

@@ -84,7 +84,7 @@ class Training:
         self.model.zero_grad()
         link.synchronize()
         begin, waited = link.compute, link.waited
-        self.working.pace = link.about_one()
+        self.working.pace = link.about_one() * link.pace
         with self.working:
             self.model(self.x).sum().backward()
         return link.compute - begin, link.waited - waited
@@ -258,3 +258,31 @@ def test_a_course_that_is_kept_is_left_when_it_does_not_hold_any_more(monkeypatc
         waits = [training.step()[1] for _ in range(6)]
     assert max(waits[:2]) > 1e-3
     assert max(waits[3:]) < 1e-3, waits
+
+
+def test_first_steps_that_take_long_are_forgotten(monkeypatch):
+    """The very first lets all copies wait. The next is a step of another kind, and the device is still cold."""
+    training = Training(monkeypatch, 0.0)
+    training.waits(DECISIONS["one layer"], steps=1, warm_up=0)
+    waits = []
+    with recollect.apply(training.model, DECISIONS["two layers"]):
+        for pace in (5.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+            training.link.pace = pace
+            waits.append(training.step()[1])
+    assert max(waits[2:]) < 1e-3, waits
+
+
+@pytest.mark.parametrize("pace", [0.6, 3.0])
+def test_one_step_that_is_unlike_the_others_changes_nothing(monkeypatch, pace):
+    training = Watched(monkeypatch, 0.0)
+    with recollect.apply(training.model, DECISIONS["three layers"]):
+        for _ in range(6):
+            training.step()
+        before = training.leaving, training.early
+        monkeypatch.setattr(training.link, "pace", pace)
+        training.step()
+        monkeypatch.setattr(training.link, "pace", 1.0)
+        for _ in range(3):
+            training.leaving, training.early = {}, {}
+            assert training.step()[1] < 1e-3
+            assert (training.leaving, training.early) == before

@@ -11,9 +11,10 @@ between and the time that copies took, are the course that the next is expected 
 - what is changed in place after it was copied: then whoever changes it has to wait for the copy;
 - what has left by when.
 
-That is an expectation and no more: a step that takes another course is served all the same, in reverse order. And it is
-kept once some steps have shown it, for as long as nobody has to wait under it: so steps hold the same memory at the
-same time, though no two of them take exactly as long.
+That is an expectation and no more: a step that takes another course is served all the same, in reverse order. No two
+steps take exactly as long, and the first ones take much longer. So what is expected is what some steps had in common,
+the quickest of them, and then it is kept, so that steps hold the same memory at the same time; until the device has to
+wait in several of them one after the other.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ _LOOKED_AT = 256  # how many places ahead, at most
 SPARE = 0.08  # of the time that copies take: no two steps are alike, and a device that is cool or alone is faster
 _SPARE_MS = 0.5
 _SETTLED = 3  # steps that a course is learnt from
+_STRIKES = 2  # steps that had to wait, until it is learnt anew
+_HARMLESS = (
+    0.005  # of the time of a step, that it may wait: where the device waits for the host anyway, it costs nothing
+)
 _LONGEST = 2**16  # of all that is noted of a step
 
 
@@ -43,12 +48,12 @@ class Course:
     """The places of a step in the order in which they are asked for, and the latest times to begin to fetch them."""
 
     __slots__ = (
-        "_begin_by",
+        "_fetched_at",
         "_gone",
         "_gone_later",
         "_index",
-        "_needed",
         "_order",
+        "_strikes",
         "changed",
         "rate",
         "seen",
@@ -62,8 +67,7 @@ class Course:
         changed: set[int],
         order: list[int],
         rate: float | None = None,
-        needed: list[float] | None = None,
-        begin_by: list[float] | None = None,
+        fetched_at: list[int] | None = None,
         stays: Iterable[int] = (),
         gone: list[int] | None = None,
         gone_later: dict[int, int] | None = None,
@@ -73,12 +77,34 @@ class Course:
         self._order = order
         self._index = {place: index for index, place in enumerate(order)}
         self.rate = rate  # bytes in a millisecond on the way back
-        self._needed = needed or []  # by index; empty if there is nothing to tell times by
-        self._begin_by = begin_by or []
+        # By index in that order: with which asking to begin to fetch it; empty if there is nothing to tell times by.
+        self._fetched_at = fetched_at or []
         self.stays = frozenset(stays)
         self._gone = gone or []  # by place: the last place that has left by then
         self._gone_later = gone_later or {}  # the same by when a place is asked for
-        self.seen = 1  # in so many steps one after the other
+        self.seen = 1  # in so many steps
+        self._strikes = 0
+
+    def is_settled(self) -> bool:
+        return self.seen >= _SETTLED
+
+    def holds_after(self, step: Step) -> bool:
+        """Whether it is still what is to be expected, after one more step that took it."""
+        self._strikes = 0 if step.was_smooth() else self._strikes + 1
+        return self._strikes < _STRIKES
+
+    def is_of(self, signs: list[int], order: list[int]) -> bool:
+        return self.signs == signs and self._order == order and bool(self._fetched_at)
+
+    def join(self, other: Course) -> None:
+        """Expect what both say, of which the other was learnt before."""
+        self.seen = other.seen + 1
+        self._gone = list(map(min, self._gone, other._gone))
+        self._gone_later = {
+            place: min(gone, other.gone_when_asked_for(place)) for place, gone in self._gone_later.items()
+        }
+        self._fetched_at = list(map(min, self._fetched_at, other._fetched_at))
+        self.stays |= other.stays
 
     def begins_like(self, signs: list[int]) -> bool:
         """Whether a step with these places so far may be of this course."""
@@ -86,10 +112,6 @@ class Course:
 
     def goes_on(self, place: int, sign: int) -> bool:
         return place < len(self.signs) and self.signs[place] == sign
-
-    def holds_for(self, step: Step, order: list[int]) -> bool:
-        """Whether it is known well, and a step that took it waited for nothing."""
-        return self.seen >= _SETTLED and self._order == order and step.was_smooth()
 
     def gone_by(self, place: int) -> int:
         """The last place that has left when a step has come to `place`, -1 if none is known to have."""
@@ -105,13 +127,9 @@ class Course:
         if index is None:
             yield from _in_reverse(place)
             return
-        following = range(index + 1, min(index + 1 + _LOOKED_AT, len(self._order)))
-        if not self._needed:
-            yield from (self._order[later] for later in following)
-            return
-        # Not the next asking but the one after it, to be on the safe side.
-        next_chance = self._needed[min(index + 2, len(self._needed) - 1)]
-        yield from (self._order[later] for later in following if self._begin_by[later] <= next_chance)
+        for later in range(index + 1, min(index + 1 + _LOOKED_AT, len(self._order))):
+            if not self._fetched_at or self._fetched_at[later] <= index:
+                yield self._order[later]
 
 
 def _in_reverse(place: int) -> Iterator[int]:
@@ -181,24 +199,26 @@ class Step:
         return all(moment.query() for moment in moments)
 
     def was_smooth(self) -> bool:
-        """Whether the device waited for no copy, as far as that can be told."""
-        return self.is_on_one_device and _Clock(self.begin, self.stalls).waited <= _SPARE_MS
+        """Whether the device waited for no copy, or for so short that it says nothing."""
+        if not self.is_on_one_device:
+            return True
+        end = self.askings[-1][1] if self.askings else self.begin
+        return _Clock(self.begin, self.stalls).waited <= _SPARE_MS + _HARMLESS * self.begin.elapsed_time(end)
 
     def learn(self, ahead: int, courses: list[Course]) -> Course | None:
-        """The course that it took, which may be one of those that are known; None if nothing was asked for."""
+        """The course to expect of the next step like this; None if nothing was asked for."""
         askings: dict[int, Moment] = {}
         for place, moment, _ in self.askings:
             askings.setdefault(place, moment)
-        order = list(askings)
-        if not order:
+        if not askings:
             return None
-        known = next((one for one in courses if one.signs == self.signs), None)
-        if known is not None and known.holds_for(self, order):
+        known = next((one for one in courses if one.is_of(self.signs, list(askings))), None)
+        if known is not None and known.is_settled() and known.holds_after(self):
             known.changed = self.changed
             return known
         course = self._learn_anew(ahead, askings, next((one.rate for one in courses if one.rate is not None), None))
-        if known is not None and self.was_smooth():
-            course.seen = known.seen + 1
+        if known is not None and not known.is_settled() and course.is_of(self.signs, list(askings)):
+            course.join(known)
         return course
 
     def _learn_anew(self, ahead: int, askings: dict[int, Moment], rate: float | None) -> Course:
@@ -219,8 +239,7 @@ class Step:
             self.changed,
             order,
             rate,
-            needed,
-            _latest_begins(needed, durations, stays),
+            _fetching(needed, _latest_begins(needed, durations, stays)),
             (order[index] for index in stays),
             _gone_by(begun, left),
             dict(zip(order, _gone_by(needed, left), strict=True)),
@@ -314,3 +333,9 @@ def _latest_begins(needed: list[float], durations: list[float], stays: set[int])
             latest = min(latest, needed[index]) - (1 + SPARE) * durations[index]
         begins[index] = latest
     return begins
+
+
+def _fetching(needed: list[float], begins: list[float]) -> list[int]:
+    """With which asking to begin to fetch each."""
+    # Not the last one before it must begin but the one before that, to be on the safe side.
+    return [max(bisect_left(needed, begin) - 2, 0) for begin in begins]

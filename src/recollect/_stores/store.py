@@ -192,8 +192,8 @@ class Store:
             self._bury()
             if self._step is None or not self._alive or self._step.is_full():
                 self._begin_step(link)
-            elif self._ended is not None and self._ended.course is None:
-                self._learn()
+            elif self._ended is not None:
+                self._learn_what_is_new()
             key = _key(tensor)
             copy, is_whole = self._find(key, tensor), True
             if copy is None and not takes_whole_storage(tensor):
@@ -470,9 +470,13 @@ class Store:
         }
         self._storages = []
         self._flights.land_all()
-        if self._ended is not None and self._ended.course is None:  # a new course is of use to this step already
-            self._learn()
+        self._learn_what_is_new()
         self._step = Step(link.now(), self._courses)
+
+    def _learn_what_is_new(self) -> None:
+        """What is not known yet is of use to this step already; all else can wait for the backward."""
+        if self._ended is not None and (self._ended.course is None or not self._ended.course.is_settled()):
+            self._learn()
 
     def _learn(self) -> None:
         """Learn from the step before, as soon as the device has come to its end: the host may be far ahead of it."""
