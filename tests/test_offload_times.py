@@ -272,6 +272,16 @@ def test_first_steps_that_take_long_are_forgotten(monkeypatch):
     assert max(waits[2:]) < 1e-3, waits
 
 
+def test_the_quickest_of_the_first_steps_is_what_is_expected(monkeypatch):
+    training = Training(monkeypatch, 0.0)
+    waits = []
+    with recollect.apply(training.model, DECISIONS["two layers"]):
+        for pace in (1.0, 0.8, 1.0, 1.4, 0.85, 0.85, 0.85):
+            training.link.pace = pace
+            waits.append(training.step()[1])
+    assert max(waits[3:]) < 1e-3, waits
+
+
 @pytest.mark.parametrize("pace", [0.6, 3.0])
 def test_one_step_that_is_unlike_the_others_changes_nothing(monkeypatch, pace):
     training = Watched(monkeypatch, 0.0)

@@ -382,6 +382,17 @@ def test_offloading_is_never_worse_than_leaving_it_alone_and_hides_behind_the_co
     assert smallest(problem).peak < low.peak
 
 
+def test_no_more_is_on_its_way_than_may_be():
+    goes = (Choice(1.0, 9, 9, 9), Choice(0.0, 0, 9, 9, out=9))
+    blocks = tuple(Block(goes, forward_seconds=1.0, backward_seconds=1.0) for _ in range(3))
+    for in_flight, most in ((None, 3), (11, 3), (8, 2), (4, 1)):
+        # 9 leave, 5 are left when the next 9 begin to, and so on.
+        problem = Problem(blocks, link=Link(4.0, 4.0, in_flight))
+        numbers = [sum(chosen) for chosen in itertools.product((0, 1), repeat=3) if is_allowed(problem, chosen)]
+        assert max(numbers) == most
+        assert sum(_solver.fastest(problem).chosen) == most
+
+
 def test_offloading_over_a_slow_link_stays_away():
     problem = with_offloading(mixed(12, True), speed=1.0)
     plain = mixed(12, True)

@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -73,7 +75,14 @@ class _Ran:
     marks: tuple[Mark, ...]
 
 
-_Found = tuple[Solution, _Ran | None]
+def _peak_of(marks: Sequence[Mark]) -> int:
+    return max(mark.peak for mark in marks)
+
+
+class _Found(NamedTuple):
+    solution: Solution
+    ran: _Ran | None
+    correction: int = 0  # bytes by which steps had been seen to take more than was predicted
 
 
 class Trial:
@@ -109,7 +118,7 @@ class Trial:
         """A step without decisions: measured, or predicted if it does not fit."""
         keep, profile = [KEEP] * len(self._profile.blocks), self._profile
         if profile.is_plain:
-            return Step(max(mark.peak for mark in profile.marks), profile.seconds)
+            return Step(_peak_of(profile.marks), profile.seconds)
         return self._predicted(keep, _problem.peak(self.problem(), keep)[0])
 
     def _predicted(self, chosen: Sequence[int], peak: int) -> Step:
@@ -121,8 +130,9 @@ class Trial:
     def _step_of(self, solution: Solution) -> Step:
         return self._predicted(solution.chosen, solution.peak)
 
-    def as_plan(self, solution: Solution, budget: int | None, ran: _Ran | None = None) -> Plan:
+    def as_plan(self, solution: Solution, budget: int | None, ran: _Ran | None = None, correction: int = 0) -> Plan:
         """What a solution means."""
+        predicted = self._step_of(solution)
         profile, model = self._profile, self._bench.model
         if self._curve is None:
             self._curve = tuple(self._step_of(one) for one in _solver.frontier(self.problem(), _POINTS))
@@ -133,7 +143,7 @@ class Trial:
             budget,
             planned(profile, solution.chosen),
             self.plain(),
-            self._step_of(solution),
+            dataclasses.replace(predicted, peak=predicted.peak + correction),
             None if ran is None else ran.step,
             solution.gap,
             profile.is_estimated,
@@ -166,8 +176,11 @@ class Trial:
                     with decided(bench.model, decisions, "first"):
                         for _ in range(_WARM_UP):  # stores learn
                             bench.train()
+                        # Twice: what is on its way, and when the host sees that it is gone, varies a bit.
                         marks = bench.weigh(modules)
-                        ran = _Ran(Step(max(mark.peak for mark in marks), bench.seconds(self._repeats)), tuple(marks))
+                        seconds = bench.seconds(self._repeats)
+                        marks = max(marks, bench.weigh(modules), key=_peak_of)
+                        ran = _Ran(Step(_peak_of(marks), seconds), tuple(marks))
                 except torch.OutOfMemoryError:
                     pass
                 except _errors.CheckpointError as error:
@@ -228,12 +241,12 @@ class Trial:
                 reserve=max(budget - limit, 0),
                 notes=[*hints, *in_lines(self._profile.failures)],
             )
-        solution, ran = min(found, key=lambda one: (one[1].step if one[1] else self._step_of(one[0])).seconds)
-        return self.as_plan(solution, budget, ran)
+        best = min(found, key=lambda one: (one.ran.step if one.ran else self._step_of(one.solution)).seconds)
+        return self.as_plan(best.solution, budget, best.ran, best.correction)
 
     def _held(self, offloading: bool, limit: int) -> _Found | None:
         """What was seen to fit, with offloading or without; None if nothing was."""
-        best: tuple[Solution, _Ran] | None = None
+        best: _Found | None = None
         correction, attempts = 0, 0
         tried: set[tuple[int, ...]] = set()
         while attempts < _ATTEMPTS:
@@ -246,7 +259,7 @@ class Trial:
                     break
                 solution = same(_solver.smallest(problem))  # that it does not fit is a prediction too
             if self._profile.is_estimated:
-                return solution, None
+                return _Found(solution, None)
             if solution.chosen in tried:
                 break
             tried.add(solution.chosen)
@@ -260,8 +273,8 @@ class Trial:
                 continue
             self._seen[solution.chosen] = ran.step.peak
             if ran.step.peak <= limit:
-                if best is None or ran.step.seconds < best[1].step.seconds:
-                    best = solution, ran
+                if best is None or best.ran is None or ran.step.seconds < best.ran.step.seconds:
+                    best = _Found(solution, ran, correction)
                 if ran.step.peak >= limit * (1 - _CLOSE) or not any(solution.chosen):
                     break
             # What was predicted and what came out differ by so much: aim by as much beside the mark.
