@@ -43,6 +43,7 @@ class Link:
     def __init__(self, rate, uneven=0.0):
         self.rate = rate
         self.uneven = uneven
+        self.per_allocation = 0.0  # of page-locked memory, in seconds of the host
         self.pace = 1.0  # of the computation of a step; less is faster
         self.luck = random.Random(0)
         self.host = self.compute = self.out = self.back = self.waited = 0.0
@@ -51,6 +52,7 @@ class Link:
         return 2**40
 
     def host_memory(self, size):
+        self.host += self.per_allocation
         return torch.empty(size, dtype=torch.uint8)
 
     def empty(self, size):
@@ -67,13 +69,13 @@ class Link:
 
     def copy_out(self, source, host, after):
         host.copy_(source)
-        begun = max(self.out, *(one.time for one in after))
+        begun = max(self.out, self.host, *(one.time for one in after))
         self.out = begun + self._seconds(source.numel(), self.back > begun)
         return Moment(self, self.out)
 
     def copy_in(self, host, target, after):
         target.data.copy_(host)
-        begun = max(self.back, *(one.time for one in after))
+        begun = max(self.back, self.host, *(one.time for one in after))
         self.back = begun + self._seconds(host.numel(), self.out > begun)
         return Moment(self, begun), Moment(self, self.back)
 
@@ -133,5 +135,6 @@ def install(monkeypatch, rate, uneven=0.0):
     link = Link(rate, uneven)
     monkeypatch.setattr(links, "_links", {Link.device: link})
     monkeypatch.setattr(chosen, "_stores", {})
+    monkeypatch.setattr(chosen, "_page_locked", link.host_memory)
     monkeypatch.setitem(chosen._DEVICES, "cpu", ("cpu",))
     return link

@@ -14,7 +14,7 @@ from torch import nn
 import clockwork
 import recollect
 from recollect import Offload, Recompute, Save, _problem
-from recollect._stores import chosen
+from recollect._stores import chosen, pool
 from recollect._stores.courses import SPARE
 
 LAYERS, WIDTH, TOKENS = 16, 32, 64
@@ -220,6 +220,8 @@ class Watched(Training):
 @pytest.mark.parametrize("uneven", [0.0, 0.02], ids=["even", "uneven"])
 def test_plans_count_what_is_on_its_way(monkeypatch, name, uneven):
     training = Watched(monkeypatch, uneven)
+    training.link.per_allocation = 0.03  # the first step shows copies that take long
+    monkeypatch.setattr(pool, "_SMALLEST", 1)
     slow = training.link.rate * 0.92 / (1 + SPARE)
     problem = training.as_problem(DECISIONS[name], _problem.Link(slow, slow))
     leaving, back = _problem._on_the_way(problem, _problem.picked(problem, [1] * LAYERS))
@@ -227,7 +229,7 @@ def test_plans_count_what_is_on_its_way(monkeypatch, name, uneven):
     with recollect.apply(training.model, DECISIONS[name]):
         for step in range(8):
             training.step()
-            if step < 2:
+            if step < 4:
                 continue
             for number in range(LAYERS):
                 assert training.leaving[number] <= leaving[number + 1] + tensor, (step, number)

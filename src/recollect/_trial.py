@@ -31,7 +31,8 @@ from recollect.profile import NEVER, Profile, Progress
 MARGIN = 0.05  # of a device, for what its allocator cannot use
 _ATTEMPTS = 5
 _CLOSE = 0.02  # a plan that comes so close to its budget is good enough
-_WARM_UP = 3
+_WHOLE = 0.005  # of a budget, left free at first where something is offloaded
+_WARM_UP = 4
 _POINTS = 12
 
 
@@ -247,7 +248,8 @@ class Trial:
     def _held(self, offloading: bool, limit: int) -> _Found | None:
         """What was seen to fit, with offloading or without; None if nothing was."""
         best: _Found | None = None
-        correction, attempts = 0, 0
+        # What is on its way comes in whole tensors.
+        correction, attempts = (int(limit * _WHOLE) if offloading else 0), 0
         tried: set[tuple[int, ...]] = set()
         while attempts < _ATTEMPTS:
             self._tell("running the plan", attempts, _ATTEMPTS)

@@ -82,7 +82,7 @@ class Course:
         self.stays = frozenset(stays)
         self._gone = gone or []  # by place: the last place that has left by then
         self._gone_later = gone_later or {}  # the same by when a place is asked for
-        self.seen = 1  # in so many steps
+        self.seen = 0  # in so many steps, besides the first: that one may not be like the others
         self._strikes = 0
 
     def is_settled(self) -> bool:
@@ -217,8 +217,10 @@ class Step:
             known.changed = self.changed
             return known
         course = self._learn_anew(ahead, askings, next((one.rate for one in courses if one.rate is not None), None))
-        if known is not None and not known.is_settled() and course.is_of(self.signs, list(askings)):
-            course.join(known)
+        if known is not None and course.is_of(self.signs, list(askings)):
+            course.seen = 1
+            if known.seen and not known.is_settled():
+                course.join(known)
         return course
 
     def _learn_anew(self, ahead: int, askings: dict[int, Moment], rate: float | None) -> Course:
@@ -247,23 +249,29 @@ class Step:
 
     def _rate_in(self) -> float | None:
         """Bytes in a millisecond on the way back, None if nothing came back."""
-        bytes_in, milliseconds = 0, 0.0
-        for place, _, journey in self.askings:
-            took = None if journey is None else journey.milliseconds()
-            if took is not None:
-                bytes_in += self.sizes[place]
-                milliseconds += took
-        return bytes_in / milliseconds if milliseconds > 0 else None
+        journeys = ((self.sizes[place], journey) for place, _, journey in self.askings if journey is not None)
+        return _usual_rate((size, took) for size, one in journeys if (took := one.milliseconds()) is not None)
 
     def _rate_out(self) -> float:
         """Bytes in a millisecond on the way out: a copy starts when it is begun and the one before has left."""
-        milliseconds, before = 0.0, 0.0
+        found, before = [], 0.0
         for size, begun, left in zip(self.sizes, self.begun, self.left, strict=True):
             if size:
                 ended = self.begin.elapsed_time(left)
-                milliseconds += ended - max(before, self.begin.elapsed_time(begun))
+                found.append((size, ended - max(before, self.begin.elapsed_time(begun))))
                 before = ended
-        return sum(self.sizes) / milliseconds if milliseconds > 0 else math.inf
+        return _usual_rate(found) or math.inf
+
+
+def _usual_rate(copies: Iterable[tuple[int, float]]) -> float | None:
+    """The rate that half of the bytes travel at, or faster: some copies wait for memory to be allocated."""
+    rates = sorted((size / took, size) for size, took in copies if took > 0)
+    behind = sum(size for _, size in rates) / 2
+    for rate, size in reversed(rates):
+        behind -= size
+        if behind <= 0:
+            return rate
+    return None
 
 
 class _Clock:
