@@ -1685,7 +1685,7 @@ FAULTS = (
     fault(
         "marks tell nothing",
         "_progress.py",
-        "        mark(find_tensors((result,), {})[0])",
+        "            mark(find_tensors((result,), {})[0], self._part)",
         "        pass",
         "test_offload.py::test_marks_let_what_left_first_come_back_in_time",
     ),

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from recollect._problem import Block, Choice, Problem
 
 Row = dict[int, float]
+_FAILED = 4  # the status of a solver that lost its way among tiny numbers
 
 
 class Answer(NamedTuple):
@@ -86,7 +87,7 @@ def solve(
         options: The indices of the choices of each block that may be taken.
         budget: Bytes.
         seconds: At most so many; infinity is allowed.
-        time_limit: For the solver, in seconds.
+        time_limit: For the solver, in seconds; where alike blocks are together it takes half of that.
         gap: Stop when the answer is proven to be within this share of the optimum.
         apart: Leave alike blocks apart.
         margin: Tighten every bound by this share, so that the solver's tolerance does not carry an answer beyond it.
@@ -160,7 +161,9 @@ class _Program:
             choices = [block.choices[k] for k in ks]
             end = i + 1
             # Else a row of a choice that does not occur could ask for more than what is there.
-            rising = all(block.need(choice) >= choice.kept for choice in choices)
+            ahead = _memory(block, choices, blocks[i + 1] if i + 1 < len(blocks) else block)
+            pairs = [pair for one in ahead for pair in zip(one.needs, one.rises, strict=True)]
+            rising = all(need >= max(rise, 0) for need, rise in pairs)
             while (
                 not apart
                 and rising
@@ -186,7 +189,7 @@ class _Program:
         there = self.column(upper=0.0)
         others: dict[int, int] = {}
         for moment in self.problem.moments:
-            others[moment.after] = max(others.get(moment.after, 0), moment.bytes)
+            others[moment.after] = max(others.get(moment.after, moment.bytes), moment.bytes)
         for number, run in enumerate(self.runs):
             self.moment(others.get(run.first), there, self.way.leaving[number] if self.way else None)
             kept = [choice.kept * self.byte for choice in run.choices]
@@ -308,15 +311,20 @@ class _Program:
                     columns.append(column)
                     values.append(value)
         matrix = coo_array((values, (rows, columns)), shape=(len(self.rows), len(self.cost)))
-        result = milp(
-            self.cost,
-            integrality=self.whole,
-            bounds=Bounds([0.0] * len(self.upper), self.upper),
-            constraints=LinearConstraint(
-                matrix.tocsr(), [low for _, low, _ in self.rows], [high for _, _, high in self.rows]
-            ),
-            options={"time_limit": time_limit, "mip_rel_gap": gap},
-        )
+        apart = all(run.length == 1 for run in self.runs)
+        options = {"time_limit": time_limit if apart else time_limit / 2, "mip_rel_gap": gap}
+        for presolve in (True, False):
+            result = milp(
+                self.cost,
+                integrality=self.whole,
+                bounds=Bounds([0.0] * len(self.upper), self.upper),
+                constraints=LinearConstraint(
+                    matrix.tocsr(), [low for _, low, _ in self.rows], [high for _, _, high in self.rows]
+                ),
+                options={**options, "presolve": presolve},
+            )
+            if result.status != _FAILED:
+                break
         unit = self.byte if self.of_peak else self.second
         bound = getattr(result, "mip_dual_bound", None)
         if bound is None or not math.isfinite(bound):
@@ -324,7 +332,7 @@ class _Program:
         return Answer(
             [] if result.x is None else self.candidates(result.x),
             max(bound / unit, 0.0),
-            all(run.length == 1 for run in self.runs),
+            apart,
         )
 
     def candidates(self, values: Any) -> list[list[int]]:

@@ -33,6 +33,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+NEVER = 2**50  # bytes that are kept by what must not be chosen: more than there are, and sums still fit a number
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -40,7 +42,8 @@ class Choice:
 
     Attributes:
         seconds: What it adds to a step. All of it is work in the backward, beside which bytes can come back.
-        kept: Bytes that it holds on the device from the end of the block's forward until its backward is over.
+        kept: Bytes that it holds on the device from the end of the block's forward until its backward is over; NEVER if
+            it must not be chosen.
         forward: Bytes at the worst moment of the block's own forward, above what is there otherwise. What it keeps is
             part of that where it is there by then, and not added again.
         backward: The same for its own backward, with what is recomputed for it.

@@ -7,16 +7,18 @@ called before or after one that is offloaded. In the forward it is there that me
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from typing import Any
 
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from recollect._engine.scope import here
 from recollect._inputs import find_tensors
 from recollect._stores.chosen import mark
-from recollect._torch import never_begin, remove_forward_hook
+from recollect._torch import never_begin, remove_forward_hooks
 from recollect.policy import Decision, Offload, Recompute
 
 
@@ -25,23 +27,30 @@ def is_offloaded(decision: Decision | None) -> bool:
     return isinstance(decision, Offload) or (isinstance(decision, Recompute) and isinstance(decision.inputs, Offload))
 
 
-def watch(modules: Iterable[Module]) -> None:
-    for module in modules:
-        remove_forward_hook(module, _called)  # or it would tell twice
-        module.register_forward_hook(_called)
+class _Mark:
+    """A forward hook that leaves marks. A copy of the module has it too, and its marks are the same."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: int) -> None:
+        self._part = part
+
+    def __call__(self, module: Module, args: Any, result: Any) -> None:
+        if not is_dynamo_compiling():
+            self._tell(result)
+
+    @never_begin
+    def _tell(self, result: Any) -> None:
+        if here.scope is None or not here.scope.following:
+            mark(find_tensors((result,), {})[0], self._part)
+
+
+def watch(modules: Iterable[tuple[str, Module]]) -> list[RemovableHandle]:
+    """Let modules leave marks; their names tell them apart."""
+    return [module.register_forward_hook(_Mark(1 + zlib.crc32(name.encode()))) for name, module in modules]
 
 
 def stop_watching(modules: Iterable[Module]) -> None:
+    """Also those that are copies of watched ones."""
     for module in modules:
-        remove_forward_hook(module, _called)
-
-
-def _called(module: Module, args: Any, result: Any) -> None:
-    if not is_dynamo_compiling():
-        _tell(module, result)
-
-
-@never_begin
-def _tell(module: Module, result: Any) -> None:
-    if here.scope is None or not here.scope.following:
-        mark(find_tensors((result,), {})[0], id(module))
+        remove_forward_hooks(module, _Mark)

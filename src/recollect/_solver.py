@@ -24,6 +24,7 @@ from recollect import _milp, _ties
 from recollect._errors import InfeasibleError, infeasible
 from recollect._knapsack import Chain, Options
 from recollect._problem import (
+    NEVER,
     Block,
     Choice,
     Link,
@@ -82,10 +83,10 @@ def solve(problem: Problem, budget: int, *, time_limit: float = TIME_LIMIT) -> S
 
 def fastest(problem: Problem, *, time_limit: float = TIME_LIMIT) -> Solution:
     """Least seconds whatever the memory, and the least peak with those."""
-    enough = sum(
-        max(0, *(max(block.need(choice), 0) + choice.kept + 2 * choice.out for choice in block.choices))
-        for block in problem.blocks
-    ) + sum(max(moment.bytes, 0) for moment in problem.moments)
+    enough = sum(max(moment.bytes, 0) for moment in problem.moments)
+    for block, ks in zip(problem.blocks, _options(problem, offloading=True), strict=True):
+        choices = [block.choices[k] for k in ks]
+        enough += max(0, *(max(block.need(choice), 0) + choice.kept + 2 * choice.out for choice in choices))
     found = _solve(problem, enough, [], time_limit)
     return _within(problem, found.seconds, [found.chosen], time_limit)
 
@@ -105,7 +106,7 @@ def within(problem: Problem, seconds: float, *, time_limit: float = TIME_LIMIT) 
         ValueError: Where every choice adds more.
     """
     best = fastest(problem, time_limit=time_limit)
-    if best.seconds > seconds:
+    if best.seconds > seconds * (1 + _SAME):
         raise ValueError(f"every choice adds at least {best.seconds} s to a step, {seconds} are allowed")
     return _within(problem, seconds, [best.chosen], time_limit)
 
@@ -136,10 +137,16 @@ def frontier(problem: Problem, points: int = 12, *, time_limit: float = TIME_LIM
 
 def _options(problem: Problem, *, offloading: bool) -> Options:
     """Which choices may be taken."""
-    return _ties.common(
+    options = _ties.common(
         problem,
         [[k for k, choice in enumerate(block.choices) if offloading or not choice.out] for block in problem.blocks],
     )
+    never = [{k for k, choice in enumerate(block.choices) if choice.kept >= NEVER} for block in problem.blocks]
+    for group in problem.tied:
+        for i in group:
+            never[i] = set.union(*(never[j] for j in group))
+    # All of a block's may be ruled out: then whatever is chosen fits into nothing.
+    return [[k for k in some if k not in out] or some for some, out in zip(options, never, strict=True)]
 
 
 def _offloads(problem: Problem) -> bool:
@@ -178,24 +185,25 @@ def _by_milp(problem: Problem, budget: int, best: Solution | None, bound: float,
     # Alike blocks together, which is quick; apart if that leaves a gap; and with a margin if a tolerance was used up.
     for apart, margin in ((False, 0.0), (True, 0.0), (True, 4e-6)):
         left = deadline - time.monotonic()
-        if left <= 0.05 or (margin and best is not None):
+        if left <= 0.05:
             break
         answer = _milp.solve(
             problem,
             options,
             budget=budget,
-            time_limit=left if apart else left / 2,
+            time_limit=left,
             gap=GAP / 2,
             apart=apart,
             margin=margin,
         )
         if not margin:
             bound = max(bound, answer.bound)
+        fits = _best(problem, budget, answer.candidates, bound) is not None
         answers = [*answer.candidates, *([best.chosen] if best is not None else [])]
         best = _best(problem, budget, answers, bound)
         if best is not None:
             best = _best(problem, budget, [best.chosen, *_rest_anew(problem, budget, best)], bound)
-        if best is not None and (best.gap <= GAP or answer.apart):
+        if best is not None and (best.gap <= GAP or (answer.apart and (fits or margin))):
             break
     return best
 
@@ -229,25 +237,26 @@ def _small_by_milp(problem: Problem, seconds: float, budget: int, time_limit: fl
     found: list[Chosen] = []
     for apart, margin in ((False, 0.0), (True, 0.0), (True, 4e-6)):
         left = deadline - time.monotonic()
-        if left <= 0.05 or (margin and found):
+        if left <= 0.05:
             break
         answer = _milp.solve(
             problem,
             _options(problem, offloading=True),
             budget=budget,
             seconds=seconds,
-            time_limit=left if apart else left / 2,
+            time_limit=left,
             gap=0.0 if apart else GAP / 10,
             apart=apart,
             margin=margin,
         )
-        found += [
+        allowed = [
             chosen
             for chosen in answer.candidates
             if is_allowed(problem, chosen) and solution(problem, chosen, 0.0).seconds <= seconds
         ]
+        found += allowed
         least = min((peak(problem, chosen)[0] for chosen in found), default=math.inf)
-        if answer.apart or least <= answer.bound * (1 + GAP / 10):
+        if (answer.apart and allowed) or least <= answer.bound * (1 + GAP / 10):
             break
     return found
 

@@ -433,9 +433,9 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod")
 
 
-def remove_forward_hook(module: torch.nn.Module, hook: object) -> None:
-    """Take a forward hook off a module, wherever it came from: a copy of a module has hooks without their handles."""
-    for key in [key for key, one in module._forward_hooks.items() if one is hook]:
+def remove_forward_hooks(module: torch.nn.Module, kind: type) -> None:
+    """Take forward hooks of a kind off a module: a copy of a module has hooks without their handles."""
+    for key in [key for key, one in module._forward_hooks.items() if isinstance(one, kind)]:
         del module._forward_hooks[key]
 
 

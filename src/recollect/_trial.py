@@ -20,13 +20,13 @@ from recollect import _errors, _problem, _solver
 from recollect._bench import Bench, Mark
 from recollect._failures import IN_PLACE, Failure, in_lines, reason_of
 from recollect._options import KEEP
-from recollect._problem import Problem, Solution
+from recollect._problem import NEVER, Problem, Solution
 from recollect._ranks import same, worst
 from recollect._solver import InfeasibleError
 from recollect._tried import attempt, decided
 from recollect.plan import Plan, Step, planned, shapes_of
 from recollect.policy import Decision
-from recollect.profile import NEVER, Profile, Progress
+from recollect.profile import Profile, Progress
 
 MARGIN = 0.05  # of a device, for what its allocator cannot use
 _ATTEMPTS = 5

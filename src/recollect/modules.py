@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 from torch.jit import ScriptModule
-from torch.nn import Module, ModuleDict, ModuleList, Sequential
+from torch.nn import Module, Sequential
+from torch.utils.hooks import RemovableHandle
 
 from recollect import _errors, _progress
 from recollect._checkpoint import checked_options
@@ -138,7 +139,7 @@ def _beside_offloaded(found: list[_Found]) -> list[_Found]:
     for name in by_name:
         if name:
             children.setdefault(name.rpartition(".")[0], []).append(name)
-    offloaded = [one for one in found if one.entry is not None and is_offloaded(one.entry.decision)]
+    offloaded = {one for one in found if one.entry is not None and is_offloaded(one.entry.decision)}
     around = {above for one in offloaded for name in one.names for above in _names_above(name)}
     beside: dict[int, _Found] = {}
     waiting = [name for above in around for name in children[above]]
@@ -146,9 +147,11 @@ def _beside_offloaded(found: list[_Found]) -> list[_Found]:
         one = by_name[name]
         if name in around or one in offloaded:
             continue
-        if own_class(type(one.module)) in (Sequential, ModuleList, ModuleDict) and name in children:
-            waiting += children[name]
-        elif one.is_called():
+        if isinstance(one.module, ScriptModule):
+            continue  # it takes no such hooks
+        if own_class(type(one.module)) is Sequential or not one.is_called():
+            waiting += children.get(name, [])
+        else:
             beside[id(one)] = one
     return list(beside.values())
 
@@ -182,10 +185,13 @@ def _decisions_changed(model: Module) -> None:
 class Handle:
     """What `apply` did: `remove()` takes it off again; as a context manager it does so at the end."""
 
-    def __init__(self, model: Module, modules: list[Module], decided: list[Decided]) -> None:
+    def __init__(
+        self, model: Module, modules: list[Module], decided: list[Decided], marks: Iterable[RemovableHandle] = ()
+    ) -> None:
         self._model = weakref.ref(model)
         self._modules = list(map(weakref.ref, modules))
         self._decided = decided
+        self._marks = list(marks)
 
     def remove(self) -> None:
         """Leave the model as it was. What was decided elsewhere, and for copies, stays."""
@@ -193,12 +199,11 @@ class Handle:
             module = reference()
             if module is not None and is_decided_by(module, decided):
                 take_off(module)
-        self._modules, self._decided = [], []
+        for mark in self._marks:
+            mark.remove()
+        self._modules, self._decided, self._marks = [], [], []
         model = self._model()
         if model is not None:
-            all_decided = filter(None, map(decided_of, model.modules()))
-            if not any(is_offloaded(one.entry.decision) for one in all_decided):
-                _progress.stop_watching(model.modules())
             _decisions_changed(model)
 
     def __enter__(self) -> Handle:
@@ -315,9 +320,9 @@ def apply(
                 take_off(done)
             raise
     look_at_places(model)
-    _progress.watch(one.module for one in _beside_offloaded(found))
+    marks = _progress.watch((one.names[0], one.module) for one in _beside_offloaded(found))
     _decisions_changed(model)
-    return Handle(model, modules, made)
+    return Handle(model, modules, made, marks)
 
 
 def unapply(model: Module) -> None:

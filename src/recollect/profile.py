@@ -31,7 +31,7 @@ from recollect._bench import BACKWARD, FORWARD, START, Bench, Mark
 from recollect._calls import BackwardInsideError, Call, find_blocks, take_samples, watch_calls
 from recollect._failures import IN_PLACE, Failure
 from recollect._options import KEEP, RECOMPUTE, Kind, Option
-from recollect._problem import Block, Choice, Link, Moment, Problem
+from recollect._problem import NEVER, Block, Choice, Link, Moment, Problem
 from recollect._ranks import worst
 from recollect._stores.courses import SPARE
 from recollect._stores.files import Files, not_written
@@ -42,7 +42,6 @@ from recollect._tried import attempt, decided
 from recollect.policy import Decision, Offload
 
 Progress = Callable[[str, int, int], None]
-NEVER = 2**50  # bytes that a way takes which does not work: more than there are, and a sum of many still fits a number
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ SPARE = 0.08  # of the time that copies take: no two steps are alike, and a devi
 _SPARE_MS = 0.5
 _SETTLED = 3  # steps that a course is learnt from
 _STRIKES = 2  # steps that had to wait, until it is learnt anew
+_FADING = 0.25  # of one, by a step that had not to
 _HARMLESS = (
     0.005  # of the time of a step, that it may wait: where the device waits for the host anyway, it costs nothing
 )
@@ -83,28 +84,38 @@ class Course:
         self._gone = gone or []  # by place: the last place that has left by then
         self._gone_later = gone_later or {}  # the same by when a place is asked for
         self.seen = 0  # in so many steps, besides the first: that one may not be like the others
-        self._strikes = 0
+        self._strikes = 0.0
 
     def is_settled(self) -> bool:
         return self.seen >= _SETTLED
 
-    def holds_after(self, step: Step) -> bool:
-        """Whether it is still what is to be expected, after one more step that took it."""
-        self._strikes = 0 if step.was_smooth() else self._strikes + 1
+    def holds_after(self, step: Step, order: Iterable[int]) -> bool:
+        """Whether it is still what is to be expected, after one more step like it that asked in some order."""
+        if self._index.keys() > set(order):
+            return True  # a backward that went a part of the way says nothing of the others
+        if not self.is_settled():
+            return False
+        if self.is_in(order) and step.was_smooth():
+            self._strikes = max(self._strikes - _FADING, 0.0)
+        else:
+            self._strikes += 1
         return self._strikes < _STRIKES
 
-    def is_of(self, signs: list[int], order: list[int]) -> bool:
-        return self.signs == signs and self._order == order and bool(self._fetched_at)
+    def is_in(self, order: Iterable[int]) -> bool:
+        """Whether it has times, and its places are asked for in an order."""
+        return bool(self._fetched_at) and self._order == list(order)
 
-    def join(self, other: Course) -> None:
-        """Expect what both say, of which the other was learnt before."""
+    def join(self, other: Course, ahead: int) -> None:
+        """Expect what both say, of which the other was learnt before; at most so many bytes stay."""
         self.seen = other.seen + 1
         self._gone = list(map(min, self._gone, other._gone))
         self._gone_later = {
             place: min(gone, other.gone_when_asked_for(place)) for place, gone in self._gone_later.items()
         }
         self._fetched_at = list(map(min, self._fetched_at, other._fetched_at))
-        self.stays |= other.stays
+        both = self.stays | other.stays
+        if sum(self.signs[place] for place in both) <= ahead:
+            self.stays = both
 
     def begins_like(self, signs: list[int]) -> bool:
         """Whether a step with these places so far may be of this course."""
@@ -128,8 +139,9 @@ class Course:
             yield from _in_reverse(place)
             return
         for later in range(index + 1, min(index + 1 + _LOOKED_AT, len(self._order))):
-            if not self._fetched_at or self._fetched_at[later] <= index:
-                yield self._order[later]
+            if self._fetched_at and self._fetched_at[later] > index:
+                return
+            yield self._order[later]
 
 
 def _in_reverse(place: int) -> Iterator[int]:
@@ -143,7 +155,7 @@ class Step:
         self.begin = begin
         self.copies: list[weakref.ref[Copy] | None] = []  # by place; None for marks
         self.sizes: list[int] = []
-        self.signs: list[int] = []  # the size of a copy; of a mark, a negative number for who leaves it
+        self.signs: list[int] = []  # the size of a copy; of a mark, a negative number for what has left it
         self.begun: list[Moment] = []
         self.left: list[Moment] = []
         # Where they were asked for, when, and how what was asked for came back.
@@ -202,8 +214,8 @@ class Step:
         """Whether the device waited for no copy, or for so short that it says nothing."""
         if not self.is_on_one_device:
             return True
-        end = self.askings[-1][1] if self.askings else self.begin
-        return _Clock(self.begin, self.stalls).waited <= _SPARE_MS + _HARMLESS * self.begin.elapsed_time(end)
+        took = self.begin.elapsed_time(self.askings[-1][1]) if self.askings else 0.0
+        return _Clock(self.begin, self.stalls).waited <= min(_SPARE_MS, 10 * _HARMLESS * took) + _HARMLESS * took
 
     def learn(self, ahead: int, courses: list[Course]) -> Course | None:
         """The course to expect of the next step like this; None if nothing was asked for."""
@@ -212,15 +224,15 @@ class Step:
             askings.setdefault(place, moment)
         if not askings:
             return None
-        known = next((one for one in courses if one.is_of(self.signs, list(askings))), None)
-        if known is not None and known.is_settled() and known.holds_after(self):
+        known = next((one for one in courses if one.signs == self.signs), None)
+        if known is not None and known.holds_after(self, askings):
             known.changed = self.changed
             return known
         course = self._learn_anew(ahead, askings, next((one.rate for one in courses if one.rate is not None), None))
-        if known is not None and course.is_of(self.signs, list(askings)):
+        if known is not None and known.is_in(askings) and course.is_in(askings):
             course.seen = 1
             if known.seen and not known.is_settled():
-                course.join(known)
+                course.join(known, ahead)
         return course
 
     def _learn_anew(self, ahead: int, askings: dict[int, Moment], rate: float | None) -> Course:

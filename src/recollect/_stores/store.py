@@ -57,7 +57,7 @@ from recollect._torch import (
 
 _COURSES = 16  # how many are remembered: a search for a plan comes by many before it returns to the best
 _WATCHED = 8  # tensors over one memory that count their changes apart
-_LARGE, _LEARN_EVERY = 2000, 8  # from a step with more places than that one learns only every so many steps
+_LARGE, _LEARN_EVERY = 2000, 8  # what is known of a step with more places is looked at only every so many steps
 
 Key = tuple[Any, ...]
 
@@ -237,9 +237,9 @@ class Store:
             return None
         step = self._step
         assert step is not None
-        step.comes_to(size)
         key = storage if is_whole else _key_of_part(storage, tensor)
         copy = Copy(key, tensor, held, link, size, step, self._graves)
+        step.comes_to(size)
         reference = self._copies[key] = weakref.ref(copy)
         self._alive += 1
         self.counts.bytes_out += size
@@ -256,7 +256,7 @@ class Store:
 
     def _begin_flight(self, flight: Flight, moment: Moment, size: int) -> None:
         course, place, link = None if self._step is None else self._step.course, flight.place, flight.link
-        waits = (self._changes or self._steps == 1) if course is None else place in course.changed
+        waits = (self._changes or self._steps == 1) if course is None else self._step_may_change(place)
         gone = -1 if course is None else course.gone_by(place)
         if waits or (place, size) in self._surprises:
             landed = self._flights.land_what_has_left(gone)
@@ -268,6 +268,13 @@ class Store:
             landed = self._flights.land_what_has_left(gone)
             landed += self._flights.land_what_is_too_much(bound_of(self._in_flight, link))
         self._note_landed(link, moment, landed)
+
+    def _step_may_change(self, place: int) -> bool:
+        """Whether what was copied there was changed in a step that began like this one."""
+        step = self._step
+        return step is not None and any(
+            place in one.changed and one.begins_like(step.signs) for one in self._courses if one.changed
+        )
 
     def hold_back(self, ticket: Ticket) -> None:
         """The tensor of a ticket is about to be changed in place, seen or unseen: let that wait for the copy."""
@@ -414,7 +421,7 @@ class Store:
         with self._lock:
             self._bury()
             step, link = self._step, self._link
-            if not self._alive or step is None:
+            if not self._alive or step is None or step.is_full():
                 return
             place, moment = len(step.sizes), link.now()
             step.comes_to(-part)
@@ -459,9 +466,11 @@ class Store:
 
     def _begin_step(self, link: Link) -> None:
         """The first copy while none is alive, or while some stay alive for so long that it can be no step."""
-        is_learnt = self._step is not None and (len(self._step.sizes) <= _LARGE or self._steps % _LEARN_EVERY == 0)
-        if is_learnt and not self._alive:
-            self._ended = self._step
+        # One whose end the device has not come to yet is kept for then; one without a backward shows nothing.
+        if self._step is not None and self._step.askings and not self._alive and self._is_worth_it(self._step):
+            if self._ended is not None:
+                self._learn()
+            self._ended = self._ended or self._step
         self._steps += 1
         self._lasting = {
             key[0]: (key, storage)
@@ -472,6 +481,11 @@ class Store:
         self._flights.land_all()
         self._learn_what_is_new()
         self._step = Step(link.now(), self._courses)
+
+    def _is_worth_it(self, step: Step) -> bool:
+        """Whether there is time to learn from a step."""
+        is_known = step.course is not None and step.course.is_settled()
+        return len(step.sizes) <= _LARGE or self._steps % _LEARN_EVERY == 0 or not is_known
 
     def _learn_what_is_new(self) -> None:
         """What is not known yet is of use to this step already; all else can wait for the backward."""
@@ -488,6 +502,9 @@ class Store:
         if course is not None:
             others = [one for one in self._courses if one.signs != course.signs]
             self._courses = [course, *others[: _COURSES - 1]]
+            now = self._step
+            if now is not None and now is not step and course.begins_like(now.signs):
+                course.changed = course.changed | now.changed  # what has been seen meanwhile
 
     def _bury(self) -> None:
         """Release what belonged to copies that have died."""
