@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -372,6 +373,33 @@ def test_check_asks_for_deterministic_kernels_as_far_as_there_are_any(has_one):
     assert modes[2] == (0 if has_one else 1)
     assert set(modes[3:]) == {0}
     assert torch.get_deterministic_debug_mode() == 0
+
+
+@pytest.mark.filterwarnings("ignore:put_ does not have a deterministic implementation")
+def test_check_holds_nothing_of_a_step_that_it_runs_again():
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)))
+    results, alive = [], []
+
+    class Refused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            torch.zeros(3).put_(torch.tensor([1]), grad.flatten()[:1])
+            return grad
+
+    def step(model, batch):
+        alive.append(sum(one() is not None for one in results))
+        y = model(Refused.apply(model(batch)))
+        results.append(weakref.ref(y))
+        return y.sum()
+
+    plan = recollect.plan(model, torch.randn(8, 4), budget="100%", step=step, repeats=1)
+    alive.clear()
+    assert _check.check(model, torch.randn(8, 4), plan, step=step, repeats=1).is_passed
+    assert not any(alive)
 
 
 def test_check_names_what_differs():

@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import pickle
+import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+import clockwork
 import lazy_link
 import recollect
 from recollect import CheckpointError, Offload, Recompute, Save, by_name, offload_ops
@@ -1010,6 +1012,111 @@ def test_marks_are_made_at_every_level_and_within_containers():
     assert sorted(name for name in marked if not name.startswith("down.0.0")) == others
     handle.remove()
     assert not any(one._forward_hooks for one in model.modules())
+
+
+def test_marks_of_several_handles_come_and_go_by_themselves():
+    model = nn.Sequential(transformer(layers=2), transformer(layers=2), nn.Linear(4, 4))
+    hooks = lambda: {name for name, one in model.named_modules() if one._forward_hooks}  # noqa: E731
+    outer = recollect.apply(model, {"0": Offload()})
+    marked = hooks()
+    inner = recollect.apply(model[1], {"0": Recompute(inputs=Offload())})
+    assert hooks() >= marked
+    inner.remove()
+    assert hooks() == marked
+    inner = recollect.apply(model[1], {"0": Offload()})
+    outer.remove()
+    assert hooks() == {"1.1"}
+    inner.remove()
+    assert not hooks()
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def test_marks_are_left_where_hooks_can_be():
+    model = nn.ModuleDict({"script": torch.jit.script(nn.Linear(4, 4)), "body": transformer(2), "holder": Holder()})
+    handle = recollect.apply(model, {"body.0": Offload()})
+    assert [name for name, one in model.named_modules() if one._forward_hooks] == ["body.1", "holder.one", "holder.two"]
+    handle.remove()
+    recollect.apply(model, {"body.0": Offload()}).remove()
+
+
+def test_a_step_that_leaves_nothing_but_marks_is_not_noted_without_end(monkeypatch, lazy):
+    monkeypatch.setattr(courses, "_LONGEST", 100)
+    model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "decoder": nn.Linear(4, 4)})
+    recollect.apply(model, {"encoder": Offload(min_bytes=0)})
+    y = model["encoder"](torch.randn(2, 4, requires_grad=True))
+    for _ in range(200):
+        model["decoder"](y.detach().requires_grad_())
+    (store,) = stores()
+    assert len(store._step.sizes) <= 100
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_no_more_stays_than_may_be_ahead(monkeypatch, seed):
+    """Also where steps differ in what they would let stay."""
+    luck = random.Random(seed)
+    link = clockwork.install(monkeypatch, 4e6, uneven=0.3)
+    inputs = [torch.randn(luck.choice([128, 256, 512, 1024]), requires_grad=True) for _ in range(8)]
+    ahead = luck.choice([4096, 5000, 8192, 10000])
+
+    def takes(low, high):
+        link.compute += luck.uniform(low, high)
+
+    for _ in range(12):
+        link.synchronize()
+        results = []
+        with recollect.offload(min_bytes=0, ahead=ahead):
+            for one in inputs:
+                results.append((one * 1).sin())
+                takes(2e-4, 6e-4)
+                results[-1].register_hook(lambda _: takes(2e-4, 9e-4))
+        (store,) = stores()
+        assert store._ahead_bytes <= ahead
+        sum(one.sum() for one in results).backward()
+        del results
+
+
+def test_a_change_is_expected_also_after_a_step_of_another_kind(lazy):
+    lazy.chance = 0.0
+    x = torch.randn(64, requires_grad=True)
+    for kind in "BBBBBBABABB":  # A does not change its first copy, which has the size of B's
+        with everything():
+            y = x * 1.0
+            z = (y * y).sum()
+            if kind == "B":
+                with torch.no_grad():
+                    y.mul_(2)
+            for _ in range(2 if kind == "B" else 3):
+                z = (z * torch.ones(50)).sin().sum()
+        z.backward()
+        for queue in (lazy.out, lazy.back):
+            while queue:
+                queue[0].run()
+
+
+def test_a_change_that_is_seen_while_a_course_is_looked_at_is_not_forgotten(monkeypatch):
+    link = clockwork.install(monkeypatch, 1e6)
+    x = torch.randn(64, requires_grad=True)
+    for step in range(20):
+        with everything():
+            y = (x * x.detach()).sin() * 1.0
+            z = y.sin()
+            if step == 10:
+                link.synchronize()
+                recollect.offload_stats()  # sees that it has left
+            if step >= 10:
+                with torch.no_grad():
+                    y.mul_(2)
+        link.compute += 0.01
+        z.register_hook(lambda _: setattr(link, "compute", link.compute + 0.01))
+        z.sum().backward()
+        link.compute += 0.01
+        link.synchronize()
 
 
 # --- What is left behind in the long run ---

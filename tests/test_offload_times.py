@@ -4,6 +4,7 @@ A model of 16 layers whose forward takes the device 90 ms; what a layer saves ta
 first three layers leave during the forward, and come back while others go backward.
 """
 
+import copy
 import random
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 import clockwork
 import recollect
 from recollect import Offload, Recompute, Save, _problem
-from recollect._stores import chosen, pool
+from recollect._stores import chosen, pool, store
 from recollect._stores.courses import SPARE
 
 LAYERS, WIDTH, TOKENS = 16, 32, 64
@@ -298,3 +299,106 @@ def test_one_step_that_is_unlike_the_others_changes_nothing(monkeypatch, pace):
             training.leaving, training.early = {}, {}
             assert training.step()[1] < 1e-3
             assert (training.leaving, training.early) == before
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_course_is_left_too_if_steps_between_did_not_have_to_wait(monkeypatch, others):
+    training = Training(monkeypatch, 0.0)
+    waits = []
+    with recollect.apply(training.model, DECISIONS["two layers"]):
+        for step in range(30):
+            training.link.pace = 0.75 if step >= 8 and step % (1 + others) == 0 else 1.0
+            waits.append(training.step()[1])
+    assert max(waits[8:]) > 5e-3
+    assert max(waits[20:]) < 1e-3, waits
+
+
+def test_a_step_that_is_short_is_not_forgiven_what_a_long_one_is(monkeypatch):
+    link = clockwork.install(monkeypatch, rate=100e6)
+    x = torch.randn(1024, requires_grad=True)
+    waits = []
+    for step in range(16):
+        link.synchronize()
+        before, seconds = link.waited, 20e-6 if step < 6 else 12e-6
+        y = x
+        with recollect.offload(min_bytes=0):
+            for _ in range(20):
+                y = y.sin()
+                link.compute += seconds
+                y.register_hook(lambda _, seconds=seconds: setattr(link, "compute", link.compute + 2 * seconds))
+        y.sum().backward()
+        waits.append(link.waited - before)
+    assert max(waits[6:]) > 3e-4
+    assert max(waits[10:]) < 1e-4, waits
+
+
+@pytest.mark.parametrize("part", [1, 10, 15])
+def test_a_backward_that_goes_a_part_of_the_way_says_nothing_of_the_rest(monkeypatch, part):
+    link = clockwork.install(monkeypatch, rate=2e6)
+    x = torch.randn(1024, requires_grad=True)
+    waits = []
+    for step in range(16):
+        link.synchronize()
+        before, y, between = link.waited, x, []
+        with recollect.offload(min_bytes=0):
+            for _ in range(20):
+                y = y.sin()
+                link.compute += 1e-3
+                y.register_hook(lambda _: setattr(link, "compute", link.compute + 2e-3))
+                between.append(y)
+        if step % 2:
+            torch.autograd.grad(y.sum(), between[part])
+        else:
+            y.sum().backward()
+        del y, between
+        waits.append(link.waited - before)
+    assert max(waits[4:]) < 1e-4, waits
+
+
+@pytest.mark.parametrize("is_ahead", [True, False], ids=["the host is ahead", "the host waits"])
+def test_forwards_without_a_backward_keep_nothing_from_being_learnt(monkeypatch, is_ahead):
+    training = Watched(monkeypatch, 0.0)
+    waits = []
+    with recollect.apply(training.model, DECISIONS["two layers"]):
+        for step in range(20):
+            if step == 10:
+                training.link.rate *= 0.7
+            waits.append(training.step()[1])
+            if 4 < step < 10:
+                assert training.leaving[LAYERS - 1] == 0
+            if not is_ahead:
+                training.link.synchronize()
+            with training.working:
+                training.model(training.x).sum()
+    assert max(waits[10:]) > 1e-3
+    assert max(waits[14:]) < 1e-3, waits
+
+
+def test_a_copy_of_a_model_takes_the_course_that_is_known(monkeypatch):
+    training = Watched(monkeypatch, 0.0)
+    original, models = training.model, []
+    for step in range(8):
+        training.model = copy.deepcopy(original)
+        models.append(training.model)  # so that none has the address of another
+        recollect.apply(training.model, DECISIONS["two layers"])
+        waited = training.step()[1]
+        if step > 1:
+            assert waited < 1e-3
+            assert training.leaving[LAYERS - 1] == 0
+
+
+def test_long_steps_of_several_kinds_are_all_learnt(monkeypatch):
+    link = clockwork.install(monkeypatch, rate=1e12)
+    monkeypatch.setattr(store, "_LARGE", 10)
+    x = torch.randn(8, requires_grad=True)
+    for _ in range(4):
+        for length in (21, 22):
+            link.synchronize()
+            with recollect.offload(min_bytes=0):
+                y = x
+                for _ in range(length):
+                    y = y.sin()
+            y.sum().backward()
+            del y
+    (one,) = chosen._stores.values()
+    assert {len(course.signs) for course in one._courses} >= {20, 21}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from recollect import _knapsack, _milp, _solver
 from recollect._errors import describe_amount
-from recollect._problem import is_allowed, solution, switches
+from recollect._problem import NEVER, is_allowed, solution, switches
 from recollect._solver import Block, Choice, InfeasibleError, Link, Moment, Problem, frontier, peak, smallest, solve
 
 GIB = 2**30
@@ -95,7 +95,7 @@ def problems(draw, most=2000, offloading=False, ties=False, unit=1):
 
     count = draw(st.integers(1, 8))
     alike = draw(st.booleans())
-    falls = draw(st.integers(0, 2)) * unit
+    falls, rises = draw(st.integers(-2, 2)) * unit, draw(st.integers(-2, 2)) * unit
     blocks, shared, total = [], choices(), 1
     for i in range(count):
         own = shared if alike else choices()
@@ -103,7 +103,7 @@ def problems(draw, most=2000, offloading=False, ties=False, unit=1):
         if total > most:
             break
         same = alike and draw(st.integers(0, 5)) > 0
-        base = (3 * unit, (20 - i) * falls) if same else (draw(there), draw(there))
+        base = (3 * unit + i * rises, (20 - i) * falls) if same else (draw(there), draw(there))
         times = (1.0, 2.0) if same else (float(draw(st.integers(0, 3))), float(draw(st.integers(0, 3))))
         blocks.append(Block(own, *base, *times, name=f"layers.{i}", kind=0 if alike else None))
     moments = draw(st.lists(st.builds(Moment, bytes=there, after=st.integers(0, len(blocks))), max_size=2))
@@ -391,6 +391,90 @@ def test_no_more_is_on_its_way_than_may_be():
         numbers = [sum(chosen) for chosen in itertools.product((0, 1), repeat=3) if is_allowed(problem, chosen)]
         assert max(numbers) == most
         assert sum(_solver.fastest(problem).chosen) == most
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(problem=problems(most=700, offloading=True, unit=1_000_000_007))
+def test_numbers_as_they_are_on_a_device(problem):
+    check_all(problem, slack=_solver.GAP * 1.01)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(problem=problems(most=500, offloading=True), out=st.integers(0, 9))
+def test_what_must_not_be_chosen_is_as_if_it_were_not_there(problem, out):
+    never = Choice(0.0, NEVER, 1, 1, out)
+    blocks = tuple(replace(one, choices=(*one.choices, never)) for one in problem.blocks)
+    ruled_out = replace(problem, blocks=blocks)
+    for find in (smallest, _solver.fastest):
+        assert find(ruled_out) == find(problem)
+
+
+U = 1_000_000_007
+
+
+@pytest.mark.parametrize(
+    ("blocks", "rest", "budget", "best"),
+    [
+        (  # more than the solver could scale, once
+            tuple(
+                Block(
+                    (
+                        Choice(0.006, 0, U, U, 3 * U),
+                        Choice(0.004267494916865445, 5 * U, 4996754053, 12325106094, U),
+                        Choice(0.002, 4 * U, 9 * U, 945754940, 3 * U),
+                        Choice(0.00589102721531681, 3 * U, 4 * U, 6 * U),
+                    ),
+                    base * U,
+                    0,
+                    0.001,
+                    0.002,
+                    kind=0,
+                )
+                for base in (3, 1, -1, -3)
+            ),
+            {"moments": (Moment(0, 4),), "link": Link(2000.000014e9, 2000.000014e9, 6 * U), "host_bytes": 6 * U},
+            None,
+            10 * U,
+        ),
+        (  # a moment of less than nothing
+            (
+                Block(
+                    (
+                        Choice(0.0, 0, 0, 0, 7),
+                        Choice(0.0, 6, 12, 10),
+                        Choice(1.0, 0, 5, 2, 3),
+                        Choice(6.0, 2, 10, 9, 7),
+                    ),
+                    3,
+                    0,
+                    1.0,
+                    2.0,
+                    kind=0,
+                ),
+            )
+            * 4,
+            {"moments": (Moment(-5, 4),), "link": Link(2.0, 2.0)},
+            12,
+            2.0,
+        ),
+        (  # what is there rises from block to block
+            tuple(
+                Block((Choice(0.0, 0, 0, 3, 1), Choice(3.0, 0), Choice(2.0, 2, 3, 2, 1)), *base, kind=0)
+                for base in ((1, 9), (-3, 34))
+            ),
+            {"link": Link(2.0, 4.0)},
+            37,
+            2.0,
+        ),
+    ],
+    ids=["large numbers", "less than nothing", "rising"],
+)
+def test_what_was_found_to_be_not_the_best(blocks, rest, budget, best):
+    problem = Problem(blocks, **rest)
+    if budget is None:
+        assert smallest(problem).peak == best
+    else:
+        assert solve(problem, budget).seconds == best
 
 
 def test_offloading_over_a_slow_link_stays_away():
