@@ -1791,7 +1791,7 @@ FAULTS = (
         "marks tell nothing",
         "_progress.py",
         "            mark(find_tensors((result,), {})[0], self._part)",
-        "        pass",
+        "            pass",
         "test_offload.py::test_marks_let_what_left_first_come_back_in_time",
     ),
     fault(
