@@ -378,11 +378,12 @@ def test_check_asks_for_deterministic_kernels_as_far_as_there_are_any(has_one):
 @pytest.mark.filterwarnings("ignore:put_ does not have a deterministic implementation")
 def test_check_holds_nothing_of_a_step_that_it_runs_again():
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(2)))
-    results, alive = [], []
+    graphs, alive = [], []
 
     class Refused(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
+            graphs.append(weakref.ref(ctx))
             return x.clone()
 
         @staticmethod
@@ -391,10 +392,8 @@ def test_check_holds_nothing_of_a_step_that_it_runs_again():
             return grad
 
     def step(model, batch):
-        alive.append(sum(one() is not None for one in results))
-        y = model(Refused.apply(model(batch)))
-        results.append(weakref.ref(y))
-        return y.sum()
+        alive.append(sum(one() is not None for one in graphs))
+        return model(Refused.apply(model(batch))).sum()
 
     plan = recollect.plan(model, torch.randn(8, 4), budget="100%", step=step, repeats=1)
     alive.clear()

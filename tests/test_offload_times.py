@@ -374,6 +374,16 @@ def test_forwards_without_a_backward_keep_nothing_from_being_learnt(monkeypatch,
     assert max(waits[14:]) < 1e-3, waits
 
 
+def test_a_host_that_is_more_than_a_step_ahead_learns_too(monkeypatch):
+    training = Watched(monkeypatch, 0.0)
+    link = training.link
+    with recollect.apply(training.model, DECISIONS["two layers"]):
+        monkeypatch.setattr(link, "synchronize", lambda: setattr(link, "host", max(link.host, link.compute - 0.4)))
+        for _ in range(16):
+            training.step()
+    assert training.leaving[LAYERS - 1] == 0
+
+
 def test_a_copy_of_a_model_takes_the_course_that_is_known(monkeypatch):
     training = Watched(monkeypatch, 0.0)
     original, models = training.model, []

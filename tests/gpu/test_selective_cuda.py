@@ -89,6 +89,7 @@ def test_the_drop_in_keeps_offload_verdicts_on_the_host():
 
 def kept_bytes(call, *tensors):
     gc.collect()
+    recollect.offload_stats()  # lets stores release what has died
     torch.cuda.synchronize()
     torch.cuda.empty_cache()  # what other streams were still using counts as allocated until somebody looks
     before = torch.cuda.memory_allocated()
