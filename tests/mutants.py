@@ -1572,8 +1572,8 @@ FAULTS = (
     fault(
         "what the last of some steps has shown counts alone",
         "_stores/courses.py",
-        "            course.join(known)\n",
-        "            course.seen = known.seen + 1\n",
+        "                course.join(known, ahead)\n",
+        "                course.seen = known.seen + 1\n",
         "test_offload_times.py",
     ),
     fault(
