@@ -1662,6 +1662,13 @@ FAULTS = (
         "test_offload.py::test_a_change_that_is_seen_while_a_course_is_looked_at_is_not_forgotten",
     ),
     fault(
+        "what backward did not come to is taken for unchanged",
+        "_stores/courses.py",
+        "self.changed | (known.changed - askings.keys())",
+        "self.changed",
+        "test_offload.py::test_a_change_is_expected_also_after_a_backward_that_went_a_part_of_the_way",
+    ),
+    fault(
         "marks are noted without end",
         "_stores/store.py",
         "            if not self._alive or step is None or step.is_full():\n",

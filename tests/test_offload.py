@@ -1099,6 +1099,26 @@ def test_a_change_is_expected_also_after_a_step_of_another_kind(lazy):
                 queue[0].run()
 
 
+def test_a_change_is_expected_also_after_a_backward_that_went_a_part_of_the_way(lazy):
+    lazy.chance = 0.0
+    x = torch.randn(64, requires_grad=True)
+    for step in range(12):
+        with everything():
+            y = x * 1.0
+            z = (y * y).sin()
+            with torch.no_grad():
+                y.mul_(2)
+            w = z.exp().sin()
+        if step % 2:
+            torch.autograd.grad(w.sum(), z)
+        else:
+            w.sum().backward()
+        del w, y, z
+        for queue in (lazy.out, lazy.back):
+            while queue:
+                queue[0].run()
+
+
 def test_a_change_that_is_seen_while_a_course_is_looked_at_is_not_forgotten(monkeypatch):
     link = clockwork.install(monkeypatch, 1e6)
     x = torch.randn(64, requires_grad=True)

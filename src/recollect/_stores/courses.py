@@ -226,7 +226,7 @@ class Step:
             return None
         known = next((one for one in courses if one.signs == self.signs), None)
         if known is not None and known.holds_after(self, askings):
-            known.changed = self.changed
+            known.changed = self.changed | (known.changed - askings.keys())
             return known
         course = self._learn_anew(ahead, askings, next((one.rate for one in courses if one.rate is not None), None))
         if known is not None and known.is_in(askings) and course.is_in(askings):
