@@ -1594,7 +1594,7 @@ FAULTS = (
     fault(
         "more may be on its way than may be",
         "_problem.py",
-        "        and _most_on_the_way(problem, choices) <= 0.0\n",
+        "        and _excess_on_the_way(problem, choices) <= 0.0\n",
         "",
         "test_solver.py",
     ),
@@ -1681,6 +1681,13 @@ FAULTS = (
         "        for mark in self._marks:\n            mark.remove()\n",
         "        _progress.stop_watching(self._model().modules() if self._model() else ())\n",
         "test_offload.py::test_marks_of_several_handles_come_and_go_by_themselves",
+    ),
+    fault(
+        "what fails half of the way stays decided",
+        "modules.py",
+        "        handle.remove()\n        raise\n",
+        "        raise\n",
+        "test_offload.py::test_a_module_that_takes_no_hooks_leaves_nothing_half_decided",
     ),
     fault(
         "hooks are put on scripted modules",

@@ -1044,6 +1044,19 @@ def test_marks_are_left_where_hooks_can_be():
     recollect.apply(model, {"body.0": Offload()}).remove()
 
 
+def test_a_module_that_takes_no_hooks_leaves_nothing_half_decided():
+    class Refusing(nn.Linear):
+        def register_forward_hook(self, *args, **kwargs):
+            raise RuntimeError("no hooks")
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), Refusing(4, 4))
+    with pytest.raises(RuntimeError, match="no hooks"):
+        recollect.apply(model, {"0": Offload()})
+    assert [type(one) for one in model] == [nn.Linear, nn.Linear, Refusing]
+    assert not any(one._forward_hooks for one in model)
+    recollect.apply(model, {"0": Recompute()}).remove()
+
+
 def test_a_step_that_leaves_nothing_but_marks_is_not_noted_without_end(monkeypatch, lazy):
     monkeypatch.setattr(courses, "_LONGEST", 100)
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(4, 4), nn.Tanh()), "decoder": nn.Linear(4, 4)})

@@ -250,7 +250,6 @@ class _Program:
         ]
         passed = {way.leaving[-1]: 1.0, way.work[-1]: -rate, way.work[number]: rate}
         self.row(_sum(base, backward, passed, self.of_run(run, gone)), high=0.0)
-        self.row({**base, **backward}, high=0.0)
 
     def of_run(self, run: _Run, values: Sequence[float]) -> Row:
         return dict(zip(run.columns, values, strict=True))

@@ -253,12 +253,12 @@ def is_allowed(problem: Problem, chosen: Sequence[int]) -> bool:
     return (
         (problem.host_bytes is None or sum(choice.out for choice in choices) <= problem.host_bytes)
         and all(len({chosen[i] for i in group}) <= 1 for group in problem.tied)
-        and _most_on_the_way(problem, choices) <= 0.0
+        and _excess_on_the_way(problem, choices) <= 0.0
     )
 
 
-def _most_on_the_way(problem: Problem, choices: Sequence[Choice]) -> float:
-    """By how much more is on its way than may be; those that have not begun to are no part of it."""
+def _excess_on_the_way(problem: Problem, choices: Sequence[Choice]) -> float:
+    """By how many bytes more is on its way than may be, those of the block apart that has just been computed."""
     if problem.link is None or problem.link.in_flight is None:
         return 0.0
     most = problem.link.in_flight + 1e-6

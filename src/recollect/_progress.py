@@ -45,9 +45,9 @@ class _Mark:
             mark(find_tensors((result,), {})[0], self._part)
 
 
-def watch(modules: Iterable[tuple[str, Module]]) -> list[RemovableHandle]:
-    """Let modules leave marks; their names tell them apart."""
-    return [module.register_forward_hook(_Mark(1 + zlib.crc32(name.encode()))) for name, module in modules]
+def watch(name: str, module: Module) -> RemovableHandle:
+    """Let a module leave marks; its name tells it from others."""
+    return module.register_forward_hook(_Mark(1 + zlib.crc32(name.encode())))
 
 
 def stop_watching(modules: Iterable[Module]) -> None:

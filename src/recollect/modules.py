@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -185,13 +185,11 @@ def _decisions_changed(model: Module) -> None:
 class Handle:
     """What `apply` did: `remove()` takes it off again; as a context manager it does so at the end."""
 
-    def __init__(
-        self, model: Module, modules: list[Module], decided: list[Decided], marks: Iterable[RemovableHandle] = ()
-    ) -> None:
+    def __init__(self, model: Module, modules: list[Module], decided: list[Decided]) -> None:
         self._model = weakref.ref(model)
         self._modules = list(map(weakref.ref, modules))
         self._decided = decided
-        self._marks = list(marks)
+        self._marks: list[RemovableHandle] = []
 
     def remove(self) -> None:
         """Leave the model as it was. What was decided elsewhere, and for copies, stays."""
@@ -312,17 +310,18 @@ def apply(
         modules.append(module)
         made.append(Decided(name or type(model).__name__, entry, options))
         entry.decides(module)
-    for index, (module, decided) in enumerate(zip(modules, made, strict=True)):
-        try:
+    handle = Handle(model, modules, made)
+    try:
+        for module, decided in zip(modules, made, strict=True):
             install(module, decided)
-        except BaseException:
-            for done in modules[:index]:
-                take_off(done)
-            raise
-    look_at_places(model)
-    marks = _progress.watch((one.names[0], one.module) for one in _beside_offloaded(found))
-    _decisions_changed(model)
-    return Handle(model, modules, made, marks)
+        look_at_places(model)
+        for one in _beside_offloaded(found):
+            handle._marks.append(_progress.watch(one.names[0], one.module))
+        _decisions_changed(model)
+    except BaseException:
+        handle.remove()
+        raise
+    return handle
 
 
 def unapply(model: Module) -> None:

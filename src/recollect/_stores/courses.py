@@ -1,4 +1,4 @@
-"""What one step shows for the next: in which order copies are asked for, when, and what that means for fetching.
+"""What steps show for the next: in which order copies are asked for, when, and what that means for fetching.
 
 A step begins with a copy while no other is alive, or when the one before has become too long to be one. Copies are
 numbered by it: their places. A place may also be a mere mark, of no bytes, that backward comes by. Steps of a training
