@@ -34,7 +34,7 @@ LAYERS = [
     ["recollect._alone"],
     ["recollect._tried"],
     ["recollect.dropin", "recollect.explain", "recollect.modules", "recollect.offload", "recollect.report"],
-    ["recollect._bench", "recollect._plan_data"],
+    ["recollect._bench", "recollect._plan_data", "recollect._replays"],
     ["recollect._candidates", "recollect._writes"],
     ["recollect._aside", "recollect._calls"],
     ["recollect.composable", "recollect._charts"],

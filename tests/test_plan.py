@@ -21,6 +21,7 @@ from recollect._meters import GPUS, RealClock, StorageMeter, gpu_of, operator_se
 from recollect._plan_data import decode, encode
 from recollect._problem import peak
 from recollect._stores.chosen import _stores
+from recollect._trial import Trial
 from recollect._tried import decided
 from recollect.profile import Profile, measure
 from tools import CountOperators, ambient_state
@@ -396,6 +397,50 @@ def test_blocks_are_offloaded_where_there_is_a_place(tmp_path):
     assert recollect.offload_stats().bytes_out > before.bytes_out
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_offloading_begins_later_where_a_step_that_begins_with_it_is_slow(
+    tmp_path, monkeypatch, counted_times, is_slow
+):
+    """As on a host that takes longer to send a block's tensors than the device to compute it."""
+    run, tried = Trial.run, []
+
+    def timed(trial, solution):
+        places = [n for n, one in enumerate(solution.chosen) if trial._profile.option(n, one).out]
+        tried.append(places)
+        ran = run(trial, solution)
+        is_late = bool(places) and min(places) == min(map(min, filter(None, tried)))
+        seconds = trial._step_of(solution).seconds * (1.1 if is_late and is_slow else 1.0)
+        return dataclasses.replace(ran, step=dataclasses.replace(ran.step, seconds=seconds))
+
+    monkeypatch.setattr(Trial, "run", timed)
+    monkeypatch.setattr("recollect.profile.speeds_of_link", lambda *_: (1e9, 1e9))
+    where = Offload(to="disk", directory=str(tmp_path), min_bytes=0)
+    model, batch = Gpt(layers=8), torch.randint(64, (4, 33))
+    plan = recollect.plan(model, batch, step=next_word, budget="85%", offload=where, repeats=1)
+    places = [n for n, block in enumerate(plan.blocks) if block.out]
+    first = min(min(one) for one in tried if one)
+    assert (min(places) > first) is is_slow
+    assert plan.measured.peak <= plan.budget
+    assert (max(min(one) for one in tried if one) > first) is is_slow  # or nothing else is tried
+
+
+def test_where_something_is_offloaded_the_first_try_leaves_room_for_a_whole_tensor(tmp_path, monkeypatch):
+    """Sums go by bytes, and memory is free when all of a tensor has left."""
+    solve, budgets = recollect._solver.solve, []
+
+    def noted(problem, budget, **options):
+        budgets.append((problem.link is not None, budget))
+        return solve(problem, budget, **options)
+
+    monkeypatch.setattr(recollect._solver, "solve", noted)
+    where = Offload(to="disk", directory=str(tmp_path), min_bytes=0)
+    *_, plan = plan_of("gpt", budget="80%", offload=where)
+    largest = 4 * 32 * (4 * 32) * 4  # 4 texts of 32 words, four times the width in the MLP, in float32
+    first, first_offloading = (next(budget for one, budget in budgets if one is offloads) for offloads in (False, True))
+    assert first == plan.budget
+    assert first_offloading == plan.budget - int(plan.budget * 0.005) - largest
 
 
 def test_where_blocks_are_offloaded_to_is_made_if_it_is_not_there(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
@@ -25,13 +26,16 @@ from recollect._failures import ALONE, Failure, reason_of
 from recollect._inputs import Arguments, find_tensors
 from recollect._options import KEEP, Kind, Option, best_of
 from recollect._ranks import same, worst
+from recollect._replays import replay_seconds
 from recollect._torch import is_fully_sharded, storage_key
 from recollect._tried import decided
 from recollect.modules import unapply
+from recollect.policy import Recompute
 
 _TIMES = 2  # runs in a row that are timed together
 _WARM_UP = 0.5  # seconds
 _LEAST = 1e-6  # seconds for a decision
+_NOISE = 2  # times what two runs of the same differ by, of which several are taken
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,8 @@ def _times(
     """The seconds of a forward, of a step, and what each way adds to that.
 
     A device that is at work grows warmer and slower. So it is warmed up, and each way is compared with keeping
-    everything right after it.
+    everything right after it. What is left of noise then may be more than what a way adds: where the two cannot be
+    told apart, a way adds what its replays take.
     """
     if not bench.is_estimated and bench.device.type != "cpu":
         once = bench.clock.seconds(alone.train, _TIMES)
@@ -190,12 +195,19 @@ def _times(
     forwards: list[float] = []
     whole: list[float] = []
     added: dict[int, list[float]] = {number: [] for number in working}
+    replayed: dict[int, list[float | None]] = {number: [] for number in working}
     for _ in range(1 if bench.is_estimated else repeats):
         forwards.append(bench.clock.seconds(alone.forward, _TIMES))
         for number, differences in added.items():
-            with decided(sample.module, {"": proposed[number].decisions}):
-                if not bench.is_estimated:
-                    alone.train()  # the first time after a change of decisions does not count
+            decisions = proposed[number].decisions
+            with decided(sample.module, {"": decisions}):
+                if not bench.is_estimated:  # the first time after a change of decisions counts for nothing else
+                    again = [
+                        sample.module.get_submodule(name)
+                        for name, one in decisions.items()
+                        if isinstance(one, Recompute)
+                    ]
+                    replayed[number].append(replay_seconds(bench.device, again, alone.train))
                 way = bench.clock.seconds(alone.train, _TIMES)
             if number == KEEP:
                 whole.append(way)
@@ -203,9 +215,19 @@ def _times(
                 alone.train()  # likewise
                 whole.append(bench.clock.seconds(alone.train, _TIMES))
             differences.append(way - whole[-1])
+    noise = _NOISE * statistics.median([abs(one - other) for one, other in itertools.pairwise(whole)] or [0.0])
     forward, step = worst([statistics.median(forwards), statistics.median(whole)])
-    medians = worst([statistics.median(differences) for differences in added.values()])
-    return forward, step, dict(zip(added, medians, strict=True))
+    found = worst([_told_apart(added[number], replayed[number], noise) for number in added])
+    return forward, step, dict(zip(added, found, strict=True))
+
+
+def _told_apart(differences: Sequence[float], replayed: Sequence[float | None], noise: float) -> float:
+    """What a way adds: the difference that it makes or, if noise may make as much of one, the time of its replays."""
+    difference = statistics.median(differences)
+    known = [one for one in replayed if one is not None]
+    if known and abs(difference - statistics.median(known)) <= noise:
+        return statistics.median(known)
+    return difference
 
 
 def _kept_for_good(block: Call, settled: Sequence[Option] | None, failure: Failure) -> Kind:

@@ -59,6 +59,10 @@ class Call:
         """What a region of it would let go of."""
         return sum(size for one, size in self.saved.items() if one not in self.inputs)
 
+    def largest(self) -> int:
+        """Bytes of the largest piece of memory that autograd saves in it."""
+        return max(self.saved.values(), default=0)
+
     def kind(self) -> tuple[Any, ...]:
         """Equal for calls that cannot be told apart."""
         weights = tuple((name, one.shape, one.dtype, one.requires_grad) for name, one in self.module.named_parameters())

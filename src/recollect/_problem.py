@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NEVER = 2**50  # bytes that are kept by what must not be chosen: more than there are, and sums still fit a number
 
@@ -175,6 +175,20 @@ class Solution:
     seconds: float
     peak: int
     gap: float
+
+
+def without_offloading(problem: Problem, first: int) -> Problem:
+    """The same where none of so many first blocks may offload."""
+    stays = [
+        replace(
+            block,
+            # They cannot be told from others of their kind any more, which have other choices.
+            kind=None,
+            choices=tuple(replace(one, kept=NEVER) if one.out else one for one in block.choices),
+        )
+        for block in problem.blocks[:first]
+    ]
+    return replace(problem, blocks=(*stays, *problem.blocks[first:]))
 
 
 def name_of(problem: Problem, i: int) -> str:

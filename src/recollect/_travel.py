@@ -14,7 +14,8 @@ from recollect._ranks import worst
 from recollect._stores import links
 
 LINK_BYTES = 2**27  # that are moved to see how fast a link is
-_BUSY = 1 / 3  # of the time of the work beside which copies are looked at
+_LEAST = 1e-14  # seconds for a byte
+_BUSY = 0.7  # of the time of the work beside which copies are looked at: much of it, for there is noise
 
 
 def speeds_of_link(device: torch.device, to: str, directory: str | None) -> tuple[float, float]:
@@ -76,5 +77,5 @@ def price_of_copies(
         longer = statistics.median(clock.seconds(with_copies, 1) - clock.seconds(work, 1) for _ in range(repeats))
     finally:
         clock.wait()  # or their memory would be somebody else's before they are through
-    # Noise may be more than all of it, but copies cost no more than work that waits for them.
-    return min(max(longer, 0.0) / (size * count), 1 / link[0] + 1 / link[1])
+    # Noise may be more than all of it, but nothing is for nothing, and no more than work that waits for it.
+    return min(max(longer / (size * count), _LEAST), 1 / link[0] + 1 / link[1])

@@ -10,7 +10,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,8 +31,10 @@ from recollect.profile import Profile, Progress
 
 MARGIN = 0.05  # of a device, for what its allocator cannot use
 _ATTEMPTS = 5
+_MORE_ATTEMPTS = 2  # at what is no more than another way
+_SLOW = 1.01  # times what was predicted
 _CLOSE = 0.02  # a plan that comes so close to its budget is good enough
-_WHOLE = 0.005  # of a budget, left free at first where something is offloaded
+_VARIES = 0.005  # of a budget, left free where something is offloaded: no two steps send it in the same time
 _WARM_UP = 4
 _POINTS = 12
 
@@ -232,6 +235,7 @@ class Trial:
         """The fastest plan whose step was seen to stay within `limit` bytes, which are those of the budget or less."""
         limit = min(limit, NEVER - 1)
         found = [one for offloading in self._ways() if (one := self._held(offloading, limit)) is not None]
+        found += self._begun_later(found[-1], limit) if found else []
         if not found:
             smallest, where, is_measured = min(map(self._smallest, self._ways()))
             raise BudgetError(
@@ -242,22 +246,52 @@ class Trial:
                 reserve=max(budget - limit, 0),
                 notes=[*hints, *in_lines(self._profile.failures)],
             )
-        best = min(found, key=lambda one: (one.ran.step if one.ran else self._step_of(one.solution)).seconds)
+        best = min(found, key=self._seconds_of)
         return self.as_plan(best.solution, budget, best.ran, best.correction)
 
-    def _held(self, offloading: bool, limit: int) -> _Found | None:
-        """What was seen to fit, with offloading or without; None if nothing was."""
+    def _seconds_of(self, found: _Found) -> float:
+        return (found.ran.step if found.ran else self._step_of(found.solution)).seconds
+
+    def _begun_later(self, best: _Found, limit: int) -> Iterator[_Found]:
+        """The same without offloading anything of the first blocks, where a plan that does came out slow.
+
+        What is offloaded first has the longest to come back, so solutions begin with it. But sending the tensors of a
+        block takes the host longer than computing it, and when a step begins the host is not ahead of the device yet.
+        """
+        problem = self.problem(offloading=True)
+        places = [n for n, one in enumerate(_problem.picked(problem, best.solution.chosen)) if one.out]
+        if best.ran is None or not places or best.ran.step.seconds <= self._step_of(best.solution).seconds * _SLOW:
+            return
+        for first in (places[0] + math.ceil(len(places) / 2), places[0] + len(places)):
+            found = self._held(True, limit, first, best.correction, _MORE_ATTEMPTS)
+            if found is not None:
+                yield found
+
+    def _held(
+        self,
+        offloading: bool,
+        limit: int,
+        first: int = 0,
+        correction: int | None = None,
+        most: int = _ATTEMPTS,
+    ) -> _Found | None:
+        """What was seen to fit, with offloading, from the block `first` on, or without; None if nothing was."""
         best: _Found | None = None
-        # What is on its way comes in whole tensors.
-        correction, attempts = (int(limit * _WHOLE) if offloading else 0), 0
+        if offloading:
+            limit -= int(limit * _VARIES)
+        if correction is None:  # tensors leave as a whole, and the sums go by bytes
+            correction = self._profile.largest if offloading and not self._profile.is_estimated else 0
+        attempts = 0
         tried: set[tuple[int, ...]] = set()
-        while attempts < _ATTEMPTS:
-            self._tell("running the plan", attempts, _ATTEMPTS)
+        while attempts < most:
+            self._tell("running the plan", attempts, most)
             problem = self.problem(offloading=offloading)
+            if first:
+                problem = _problem.without_offloading(problem, first)
             try:
                 solution = same(_solver.solve(problem, limit - correction))
             except InfeasibleError:
-                if best is not None or self._profile.is_estimated:
+                if best is not None or first or self._profile.is_estimated:
                     break
                 solution = same(_solver.smallest(problem))  # that it does not fit is a prediction too
             if self._profile.is_estimated:
@@ -281,7 +315,7 @@ class Trial:
                     break
             # What was predicted and what came out differ by so much: aim by as much beside the mark.
             correction = ran.step.peak - solution.peak
-        self._tell("running the plan", _ATTEMPTS, _ATTEMPTS)
+        self._tell("running the plan", most, most)
         return best
 
     def _smallest(self, offloading: bool) -> tuple[int, str, bool]:

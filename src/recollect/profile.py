@@ -62,6 +62,7 @@ class Profile:
         is_estimated: Whether nothing was run, and times are those of a GPU on paper.
         link: Bytes per second to where blocks can be offloaded, and back; None if they cannot.
         in_flight: How many bytes may be on their way there or back; None for any number.
+        largest: Bytes of the largest tensor that is held for a block.
         accumulates: Whether the step has gone backward before the first of the blocks. What is decided holds there too,
             and so the worst moment there says nothing about other decisions.
     """
@@ -79,6 +80,7 @@ class Profile:
     is_estimated: bool
     link: tuple[float, float] | None = None
     in_flight: int | None = None
+    largest: int = 0
     accumulates: bool = False
 
     def option(self, block: int, choice: int) -> Option:
@@ -239,8 +241,10 @@ def measure(
         link = _link(bench, offload)
         price = _price(bench, profile, offload, link, repeats)
         kinds = [kind.with_offloading(offload, price) for kind in profile.kinds]
-        in_flight = _in_flight(bench, offload)
-        profile = dataclasses.replace(profile, kinds=tuple(kinds), link=link, in_flight=in_flight)
+        largest = worst([max(block.largest() for block in blocks)])[0]
+        profile = dataclasses.replace(
+            profile, kinds=tuple(kinds), link=link, in_flight=_in_flight(bench, offload), largest=largest
+        )
     return profile
 
 

@@ -22,6 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from recollect._torch import current_cuda_stream
+
 
 class Moment(Protocol):
     """A point in the work of a stream."""
@@ -96,7 +98,7 @@ class CudaLink:
 
     def now(self, stream: Any = None) -> Moment:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device) if stream is None else stream)
+        event.record(self.current_stream() if stream is None else stream)
         return event
 
     def copy_out(self, source: Tensor, host: Tensor, after: list[Moment]) -> Moment:
@@ -113,7 +115,7 @@ class CudaLink:
 
     def _copy(self, stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> torch.cuda.Stream:
         """Copy on a stream; gives the current one."""
-        current = torch.cuda.current_stream(self.device)
+        current = self.current_stream()
         if torch.cuda.current_device() != self._index:
             with torch.cuda.stream(stream):
                 target.copy_(source, non_blocking=True)
@@ -126,8 +128,8 @@ class CudaLink:
             torch.cuda.set_stream(current)
         return current
 
-    def current_stream(self) -> Any:
-        return torch.cuda.current_stream(self.device)
+    def current_stream(self) -> torch.cuda.Stream:
+        return current_cuda_stream(self._index)
 
     def hold_back(self, moment: Moment, stream: Any) -> None:
         _wait_for(stream, [moment])

@@ -1,0 +1,49 @@
+"""How long the replays in a run take: what a decision to recompute costs, nearly all of it, without what else varies.
+
+The same run with and without replays differs by that too. But two runs of anything differ anyway, on a GPU by a few
+per cent of all of it, which is more than a small replay takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.jit import ScriptModule
+from torch.nn import Module
+
+from recollect._engine.pinned import is_recomputing
+from recollect._stores.links import Moment, link_of
+
+
+def replay_seconds(device: torch.device, modules: Iterable[Module], run: Callable[[], object]) -> float | None:
+    """Run it, and give the seconds for which calls of modules go on in replays; None if that cannot be told."""
+    watched = list(modules)
+    link = link_of(device) if watched else None
+    if link is None or any(isinstance(module, ScriptModule) for module in watched):
+        run()
+        return None if watched else 0.0
+    spans: list[tuple[Moment, Moment]] = []
+    begun: list[Moment] = []
+
+    def before(module: Module, args: Any) -> None:
+        if is_recomputing():
+            begun.append(link.now())
+
+    def after(module: Module, args: Any, result: Any) -> None:
+        if is_recomputing():
+            start = begun.pop()
+            if not begun:  # else it is within another one
+                spans.append((start, link.now()))
+
+    with contextlib.ExitStack() as stack:
+        for module in watched:
+            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+            # Called even where a replay stops before the module has ended.
+            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        run()
+    for _, end in spans:
+        end.synchronize()
+    return sum(start.elapsed_time(end) for start, end in spans) / 1000
