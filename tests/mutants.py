@@ -347,6 +347,56 @@ FAULTS = (
         "test_plan.py::test_offloading_begins_later_where_a_step_that_begins_with_it_is_slow",
     ),
     fault(
+        "each rank believes its own link",
+        "profile.py",
+        "    out, back = worst([-speed for speed in speeds])\n",
+        "    out, back = (-speed for speed in speeds)\n",
+        "test_ranks.py::test_the_slowest_link_counts_and_one_rank_decides",
+    ),
+    fault(
+        "each rank decides whether anything fits",
+        "_trial.py",
+        "            solution = same(_solved(problem, limit - correction))\n",
+        "            solution = _solved(problem, limit - correction)\n",
+        "test_ranks.py::test_the_slowest_link_counts_and_one_rank_decides",
+    ),
+    fault(
+        "the least budget leaves nothing free where something is offloaded",
+        "_trial.py",
+        "        return math.ceil(peak / (1 - _VARIES)) if offloads else peak\n",
+        "        return peak\n",
+        "test_plan.py::test_the_least_budget_holds_where_something_is_offloaded",
+    ),
+    fault(
+        "a plan is run again that was run before",
+        "_trial.py",
+        "        if solution.chosen not in self._ran:\n",
+        "        if True:\n",
+        "test_plan.py::test_offloading_begins_later_where_a_step_that_begins_with_it_is_slow",
+    ),
+    fault(
+        "noise may say that a backward takes no time",
+        "_alone.py",
+        "        max(whole_seconds - forward_seconds, whole_seconds * _LEAST_OF_STEP),\n",
+        "        max(whole_seconds - forward_seconds, 0.0),\n",
+        "test_plan.py::test_a_backward_takes_some_time_whatever_the_noise",
+    ),
+    fault(
+        "replays that are not seen take no time",
+        "_replays.py",
+        " / 1000 if spans else None\n",
+        " / 1000\n",
+        "test_replays.py::test_replays_that_are_not_seen_cannot_be_told",
+    ),
+    fault(
+        "a call that failed before it began ends another one",
+        "_replays.py",
+        "        if not any(one is module for one, _ in begun):  # its call failed before it had begun, or was compiled\n"
+        "            return\n",
+        "        if not begun:\n            return\n",
+        "test_replays.py::test_a_call_that_fails_before_it_begins_takes_no_time",
+    ),
+    fault(
         "what takes less time than noise counts as it comes out",
         "_alone.py",
         "    if known and abs(difference - statistics.median(known)) <= noise:\n",
@@ -356,8 +406,8 @@ FAULTS = (
     fault(
         "a replay within another one is timed twice",
         "_replays.py",
-        "            if not begun:  # else it is within another one\n",
-        "            if True:\n",
+        "        if not begun:  # else it is within another one\n",
+        "        if True:\n",
         "test_replays.py::test_a_replay_within_another_counts_once",
     ),
     fault(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import importlib
 import os
 import socket
@@ -58,6 +59,7 @@ def result(ranks, name):
 
 
 def _rank(rank, count, port, name, folder):
+    faulthandler.enable()  # a process that dies of a signal says where
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", category=FutureWarning)  # what torch is about to rename

@@ -399,14 +399,16 @@ def test_blocks_are_offloaded_where_there_is_a_place(tmp_path):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("budget", ["85%", "90%", "70%"])
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_offloading_begins_later_where_a_step_that_begins_with_it_is_slow(
-    tmp_path, monkeypatch, counted_times, is_slow
+    tmp_path, monkeypatch, counted_times, is_slow, budget
 ):
     """As on a host that takes longer to send a block's tensors than the device to compute it."""
-    run, tried = Trial.run, []
+    run, tried, ran_already = Trial.run, [], []
 
     def timed(trial, solution):
+        ran_already.append(solution.chosen)
         places = [n for n, one in enumerate(solution.chosen) if trial._profile.option(n, one).out]
         tried.append(places)
         ran = run(trial, solution)
@@ -418,12 +420,31 @@ def test_offloading_begins_later_where_a_step_that_begins_with_it_is_slow(
     monkeypatch.setattr("recollect.profile.speeds_of_link", lambda *_: (1e9, 1e9))
     where = Offload(to="disk", directory=str(tmp_path), min_bytes=0)
     model, batch = Gpt(layers=8), torch.randint(64, (4, 33))
-    plan = recollect.plan(model, batch, step=next_word, budget="85%", offload=where, repeats=1)
+    plan = recollect.plan(model, batch, step=next_word, budget=budget, offload=where, repeats=1)
     places = [n for n, block in enumerate(plan.blocks) if block.out]
     first = min(min(one) for one in tried if one)
     assert (min(places) > first) is is_slow
     assert plan.measured.peak <= plan.budget
     assert (max(min(one) for one in tried if one) > first) is is_slow  # or nothing else is tried
+    assert len(set(ran_already)) == len(ran_already)
+
+
+def test_the_least_budget_holds_where_something_is_offloaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("recollect.profile.speeds_of_link", lambda *_: (5e8, 5e8))
+    offload = Offload(to="disk", directory=str(tmp_path), min_bytes=0)
+    options = {"allow": "offload", "offload": offload, "repeats": 1, "step": next_word}
+    model, batch = Gpt(layers=8), torch.randint(64, (4, 33))
+    with pytest.raises(BudgetError, match="the smallest that would is") as caught:
+        recollect.plan(model, batch, budget="1 KiB", **options)
+    plan = recollect.plan(model, batch, budget=caught.value.smallest, **options)
+    assert plan.measured.peak <= plan.budget
+
+
+def test_a_backward_takes_some_time_whatever_the_noise(monkeypatch):
+    monkeypatch.setattr(RealClock, "seconds", lambda clock, work, times: 1.0)  # a forward takes as long as a step
+    model, batch, step = gpt()
+    profile = measure(Bench(model, batch, step, None), repeats=1)
+    assert {(kind.forward_seconds, kind.backward_seconds) for kind in profile.kinds} == {(1.0, 0.25)}
 
 
 def test_where_something_is_offloaded_the_first_try_leaves_room_for_a_whole_tensor(tmp_path, monkeypatch):

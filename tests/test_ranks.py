@@ -1,5 +1,8 @@
 """A plan is made by ranks of a job together: the same on each, and good for the one that needs most."""
 
+import importlib
+import tempfile
+
 import pytest
 import torch
 from torch import distributed, nn
@@ -8,10 +11,12 @@ from torch.distributed.fsdp import fully_shard
 import recollect
 from models import Layer, Stack
 from process_group import collectives, result, run_on_ranks
+from recollect import _solver
 from recollect._bench import Bench
 from recollect._calls import watch_calls
 
 LAYERS = 6
+profile = importlib.import_module("recollect.profile")
 
 
 def made(count=LAYERS):
@@ -163,11 +168,33 @@ def with_a_layer_that_fails_on_one_rank(rank):
     return facts(plan)
 
 
+def with_another_link_on_each_rank(rank):
+    """And a solver that finds nothing on one of them, as where the time for it is over."""
+    speeds, solve = profile.speeds_of_link, _solver.solve
+
+    def solve_on_one_rank(*args, **options):
+        if rank:
+            raise _solver.InfeasibleError
+        return solve(*args, **options)
+
+    profile.speeds_of_link = lambda *_: ((1e12, 1e12), (1e7, 2e7))[rank]
+    _solver.solve = solve_on_one_rank
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            offload = recollect.Offload(to="disk", directory=folder, min_bytes=0)
+            bench = Bench(made(), batch_of(rank), None, None)
+            link = profile.measure(bench, repeats=1, offload=offload).link
+            plan = recollect.plan(made(), batch_of(rank), budget="80%", repeats=1, offload=offload)
+    finally:
+        profile.speeds_of_link, _solver.solve = speeds, solve
+    return link, facts(plan)
+
+
 SCENARIOS = {
     one.__name__: one
     for one in (
         *(on_replicas, on_shards, what_is_saved, in_a_pipeline, what_is_refused),
-        with_a_layer_that_fails_on_one_rank,
+        *(with_a_layer_that_fails_on_one_rank, with_another_link_on_each_rank),
     )
 }
 
@@ -248,3 +275,9 @@ def test_what_fails_on_one_rank_is_ruled_out_on_all(ranks):
     plan = result(ranks, "with_a_layer_that_fails_on_one_rank")
     assert plan["measured"]["peak"] <= plan["budget"]
     assert not any(name in decisions for name, decisions in plan["decided"])
+
+
+def test_the_slowest_link_counts_and_one_rank_decides(ranks):
+    link, plan = result(ranks, "with_another_link_on_each_rank")
+    assert link == (1e7, 2e7)
+    assert plan["measured"]["peak"] <= plan["budget"]

@@ -1,5 +1,7 @@
 """How long replays take, by a clock that goes on only where modules say so; and when that is what a way costs."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -84,6 +86,42 @@ def test_without_replays_there_is_nothing_to_time(clock):
     model = Taking(clock, 1)
     assert replay_seconds(CPU, [], lambda: model(torch.randn(3))) == 0
     assert clock.time == 1  # it was run all the same
+
+
+class Failing(nn.Module):
+    """Catches what the call of its part raises, before hooks of ours have seen that it began."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        try:
+            x = self.part(x)
+        except RuntimeError:
+            x = x.sin()
+        return x.exp()
+
+
+def test_a_call_that_fails_before_it_begins_takes_no_time(clock):
+    model = Taking(clock, 1, Failing(Taking(clock, 10)))
+
+    def fail(module, args):
+        if module is model.parts[0].part:
+            raise RuntimeError
+
+    with nn.modules.module.register_module_forward_pre_hook(fail):
+        assert seconds_of(model, {"": Recompute()}, "", "parts.0.part") == 1
+
+
+def test_replays_that_are_not_seen_cannot_be_told(clock):
+    model = Taking(clock, 1)
+    model.compile(backend="eager")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert seconds_of(model, {"": Recompute()}, "") is None
+    assert not [one for one in seen if "hook" in str(one.message)]
+    assert clock.time > 0
 
 
 def test_a_device_without_a_clock_cannot_tell(monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from recollect import _knapsack, _milp, _solver
 from recollect._errors import describe_amount
-from recollect._problem import NEVER, is_allowed, solution, switches
+from recollect._problem import NEVER, is_allowed, solution, switches, without_offloading
 from recollect._solver import Block, Choice, InfeasibleError, Link, Moment, Problem, frontier, peak, smallest, solve
 
 GIB = 2**30
@@ -658,3 +658,19 @@ def test_many_tied_groups_are_searched_in_part_and_the_gap_is_true():
         assert is_allowed(tied, found.chosen)
         assert free.seconds * (1 - free.gap) <= found.seconds
         assert 0 <= found.gap < 0.2
+
+
+def test_first_blocks_that_may_not_offload_are_alike_among_themselves():
+    choices = (
+        Choice(0.0, kept=9, forward=9, backward=9),
+        Choice(1.0, kept=1, forward=9, backward=9),
+        Choice(0.5, 0, 9, 9, out=9),
+    )
+    problem = Problem((Block(choices, forward_seconds=9.0, backward_seconds=9.0, kind=0),) * 6, link=Link(9.0, 9.0))
+    assert solve(problem, 40).chosen[0] == 2
+    restricted = without_offloading(problem, 2)
+    found = solve(restricted, 40)
+    assert 2 not in found.chosen[:2]
+    assert 2 in found.chosen
+    assert switches(restricted, found.chosen) <= 2
+    assert without_offloading(problem, 0) == problem

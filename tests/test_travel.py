@@ -38,8 +38,8 @@ def test_what_copies_cost_the_work_beside_them(monkeypatch, seconds):
     monkeypatch.setattr(_travel, "LINK_BYTES", 2**20)
     steps = []
     price = price_of_copies(CPU, lambda: steps.append(1), 1.0, (6e6, 6e6), 3)
-    # In 0.7 of a second there is time for four of them; first it is tried.
-    assert link.sizes == [2**20] * 4 * (1 + 3)
+    # In half a second there is time for two of them; first it is tried.
+    assert link.sizes == [2**20] * 2 * (1 + 3)
     assert len(steps) == 1 + 2 * 3
     if seconds:
         assert price == pytest.approx(seconds / 2**20, rel=0.3)

@@ -35,6 +35,7 @@ from recollect.policy import Recompute
 _TIMES = 2  # runs in a row that are timed together
 _WARM_UP = 0.5  # seconds
 _LEAST = 1e-6  # seconds for a decision
+_LEAST_OF_STEP = 0.25  # that a backward takes: three quarters are usual, and noise may say that it takes no time
 _NOISE = 2  # times what two runs of the same differ by, of which several are taken
 
 
@@ -162,7 +163,7 @@ def measure_kind(
         type(block.module).__name__,
         tuple(options),
         forward_seconds,
-        max(whole_seconds - forward_seconds, 0.0),
+        max(whole_seconds - forward_seconds, whole_seconds * _LEAST_OF_STEP),
         tuple(failures),
     )
 

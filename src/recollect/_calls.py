@@ -60,8 +60,8 @@ class Call:
         return sum(size for one, size in self.saved.items() if one not in self.inputs)
 
     def largest(self) -> int:
-        """Bytes of the largest piece of memory that autograd saves in it."""
-        return max(self.saved.values(), default=0)
+        """Bytes of the largest piece of memory among those."""
+        return max((size for one, size in self.saved.items() if one not in self.inputs), default=0)
 
     def kind(self) -> tuple[Any, ...]:
         """Equal for calls that cannot be told apart."""

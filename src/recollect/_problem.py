@@ -179,11 +179,11 @@ class Solution:
 
 def without_offloading(problem: Problem, first: int) -> Problem:
     """The same where none of so many first blocks may offload."""
+    more = 1 + max((block.kind for block in problem.blocks if block.kind is not None), default=0)
     stays = [
         replace(
             block,
-            # They cannot be told from others of their kind any more, which have other choices.
-            kind=None,
+            kind=None if block.kind is None else block.kind + more,  # those of one kind have the same choices
             choices=tuple(replace(one, kept=NEVER) if one.out else one for one in block.choices),
         )
         for block in problem.blocks[:first]

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.jit import ScriptModule
 from torch.nn import Module
 
 from recollect._engine.pinned import is_recomputing
@@ -22,21 +21,24 @@ def replay_seconds(device: torch.device, modules: Iterable[Module], run: Callabl
     """Run it, and give the seconds for which calls of modules go on in replays; None if that cannot be told."""
     watched = list(modules)
     link = link_of(device) if watched else None
-    if link is None or any(isinstance(module, ScriptModule) for module in watched):
+    if link is None:
         run()
         return None if watched else 0.0
     spans: list[tuple[Moment, Moment]] = []
-    begun: list[Moment] = []
+    begun: list[tuple[Module, Moment]] = []
 
     def before(module: Module, args: Any) -> None:
         if is_recomputing():
-            begun.append(link.now())
+            begun.append((module, link.now()))
 
     def after(module: Module, args: Any, result: Any) -> None:
-        if is_recomputing():
-            start = begun.pop()
-            if not begun:  # else it is within another one
-                spans.append((start, link.now()))
+        if not any(one is module for one, _ in begun):  # its call failed before it had begun, or was compiled
+            return
+        other = None
+        while other is not module:
+            other, start = begun.pop()
+        if not begun:  # else it is within another one
+            spans.append((start, link.now()))
 
     with contextlib.ExitStack() as stack:
         for module in watched:
@@ -46,4 +48,5 @@ def replay_seconds(device: torch.device, modules: Iterable[Module], run: Callabl
         run()
     for _, end in spans:
         end.synchronize()
-    return sum(start.elapsed_time(end) for start, end in spans) / 1000
+    # Compiled modules, and those whose calls come by no hooks, are not seen.
+    return sum(start.elapsed_time(end) for start, end in spans) / 1000 if spans else None

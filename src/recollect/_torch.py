@@ -1085,6 +1085,7 @@ def can_be_recorded() -> bool:
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
+# Builds without CUDA do not have the name, nor such a stream.
 _raw_stream: Callable[[int], tuple[int, int, int]] | None = getattr(torch._C, "_cuda_getCurrentStream", None)
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 
@@ -1092,15 +1093,14 @@ _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
 def current_cuda_stream(index: int) -> torch.cuda.Stream:
     """The current stream of a CUDA device, as `torch.cuda.current_stream`, which takes many times as long.
 
-    That looks the device up and makes an object each time. The same in 2.11, 2.13 and 2.15; where the function below it
-    is missing, the public one is asked.
+    That looks the device up and makes an object each time. The same in 2.11, 2.13 and 2.15.
     """
-    if _raw_stream is None:
-        return torch.cuda.current_stream(index)
-    raw = _raw_stream(index)
-    stream = _streams.get(raw)
+    raw = None if _raw_stream is None else _raw_stream(index)
+    stream = None if raw is None else _streams.get(raw)
     if stream is None:
-        stream = _streams[raw] = torch.cuda.current_stream(index)
+        stream = torch.cuda.current_stream(index)
+        if raw is not None:
+            _streams[raw] = stream
     return stream
 
 
@@ -1583,11 +1583,6 @@ def optional_names() -> list[tuple[str, bool, str]]:
             "torch._C._cuda_hasPrimaryContext",
             hasattr(torch._C, "_cuda_hasPrimaryContext"),
             "this build has no CUDA: nothing is offloaded but to disk",
-        ),
-        (
-            "torch._C._cuda_getCurrentStream",
-            _raw_stream is not None,
-            "the stream that is in use is asked for in another way, which takes longer",
         ),
         (
             "torch.distributed._composable",

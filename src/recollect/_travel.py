@@ -15,7 +15,7 @@ from recollect._stores import links
 
 LINK_BYTES = 2**27  # that are moved to see how fast a link is
 _LEAST = 1e-14  # seconds for a byte
-_BUSY = 0.7  # of the time of the work beside which copies are looked at: much of it, for there is noise
+_BUSY = 0.5  # of the time of the work beside which copies are looked at: they go both ways, maybe taking turns
 
 
 def speeds_of_link(device: torch.device, to: str, directory: str | None) -> tuple[float, float]:

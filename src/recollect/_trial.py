@@ -89,6 +89,14 @@ class _Found(NamedTuple):
     correction: int = 0  # bytes by which steps had been seen to take more than was predicted
 
 
+def _solved(problem: Problem, budget: int) -> Solution | None:
+    """None if nothing fits."""
+    try:
+        return _solver.solve(problem, budget)
+    except InfeasibleError:
+        return None
+
+
 class Trial:
     """Solves the problem that a profile poses, and runs what comes out."""
 
@@ -103,7 +111,7 @@ class Trial:
         self._bench = bench
         self._profile = profile
         self._host_bytes = host_bytes
-        self._seen: dict[tuple[int, ...], int] = {}  # peaks that were measured
+        self._ran: dict[tuple[int, ...], _Ran | None] = {}  # what came of them
         self._curve: tuple[Step, ...] | None = None
         self._repeats = repeats
         self._tell = progress or (lambda what, done, of: None)
@@ -262,7 +270,7 @@ class Trial:
         places = [n for n, one in enumerate(_problem.picked(problem, best.solution.chosen)) if one.out]
         if best.ran is None or not places or best.ran.step.seconds <= self._step_of(best.solution).seconds * _SLOW:
             return
-        for first in (places[0] + math.ceil(len(places) / 2), places[0] + len(places)):
+        for first in (places[len(places) // 2], places[-1] + 1):
             found = self._held(True, limit, first, best.correction, _MORE_ATTEMPTS)
             if found is not None:
                 yield found
@@ -283,14 +291,14 @@ class Trial:
             correction = self._profile.largest if offloading and not self._profile.is_estimated else 0
         attempts = 0
         tried: set[tuple[int, ...]] = set()
+        what = "offloading from a later block on" if first else "running the plan"
         while attempts < most:
-            self._tell("running the plan", attempts, most)
+            self._tell(what, attempts, most)
             problem = self.problem(offloading=offloading)
             if first:
                 problem = _problem.without_offloading(problem, first)
-            try:
-                solution = same(_solver.solve(problem, limit - correction))
-            except InfeasibleError:
+            solution = same(_solved(problem, limit - correction))
+            if solution is None:
                 if best is not None or first or self._profile.is_estimated:
                     break
                 solution = same(_solver.smallest(problem))  # that it does not fit is a prediction too
@@ -300,14 +308,13 @@ class Trial:
                 break
             tried.add(solution.chosen)
             try:
-                ran = self.run(solution)
+                ran = self._run_once(solution)
             except _RuledOutError:
                 continue
             attempts += 1
             if ran is None:
                 correction += max(int(limit * MARGIN), 1)
                 continue
-            self._seen[solution.chosen] = ran.step.peak
             if ran.step.peak <= limit:
                 if best is None or best.ran is None or ran.step.seconds < best.ran.step.seconds:
                     best = _Found(solution, ran, correction)
@@ -315,23 +322,35 @@ class Trial:
                     break
             # What was predicted and what came out differ by so much: aim by as much beside the mark.
             correction = ran.step.peak - solution.peak
-        self._tell("running the plan", most, most)
+        self._tell(what, most, most)
         return best
 
+    def _run_once(self, solution: Solution) -> _Ran | None:
+        """As `run`; what ran already, to find another plan, is not run again."""
+        if solution.chosen not in self._ran:
+            self._ran[solution.chosen] = self.run(solution)
+        return self._ran[solution.chosen]
+
     def _smallest(self, offloading: bool) -> tuple[int, str, bool]:
-        """The least bytes that a step needs, what sets it, and whether it was measured or predicted."""
+        """The least budget that a step needs, what sets it, and whether it was measured or predicted."""
         while True:
             problem = self.problem(offloading=offloading)
             solution = same(_solver.smallest(problem))
             where = _problem.peak(problem, solution.chosen)[1]
-            if solution.chosen not in self._seen and not self._profile.is_estimated:
+            if not self._profile.is_estimated:
                 try:
-                    ran = self.run(solution)
+                    self._run_once(solution)
                 except _RuledOutError:
                     continue
-                if ran is not None:
-                    self._seen[solution.chosen] = ran.step.peak
-            return (min(self._seen.values()), where, True) if self._seen else (solution.peak, where, False)
+            least = [self._budget_of(chosen, ran.step.peak) for chosen, ran in self._ran.items() if ran is not None]
+            if least:
+                return min(least), where, True
+            return self._budget_of(solution.chosen, solution.peak), where, False
+
+    def _budget_of(self, chosen: Sequence[int], peak: int) -> int:
+        """The least budget that is not too small for a plan of some peak."""
+        offloads = any(self._profile.option(number, choice).out for number, choice in enumerate(chosen))
+        return math.ceil(peak / (1 - _VARIES)) if offloads else peak
 
     # --- For a time ---
 

@@ -323,16 +323,20 @@ def _recomputed(bench: Bench, profile: Profile) -> Profile:
 
 
 def _link(bench: Bench, offload: Offload) -> tuple[float, float]:
+    """Bytes per second to where blocks are offloaded, and back, of the rank for which it is slowest."""
     if bench.gpu is not None:
         return bench.gpu.link, bench.gpu.link
     if offload.to == "cpu":
-        return speeds_of_link(bench.device, "cpu", None)
-    files = Files(None if offload.directory is None else os.fspath(offload.directory))
-    try:
-        files.prepare()
-        return speeds_of_link(bench.device, "disk", files.directory)
-    except OSError as error:
-        raise not_written(files.directory, LINK_BYTES, error) from error
+        speeds = speeds_of_link(bench.device, "cpu", None)
+    else:
+        files = Files(None if offload.directory is None else os.fspath(offload.directory))
+        try:
+            files.prepare()
+            speeds = speeds_of_link(bench.device, "disk", files.directory)
+        except OSError as error:
+            raise not_written(files.directory, LINK_BYTES, error) from error
+    out, back = worst([-speed for speed in speeds])
+    return -out, -back
 
 
 def _in_flight(bench: Bench, offload: Offload) -> int | None:
