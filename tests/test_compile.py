@@ -898,7 +898,7 @@ def test_every_file_is_hidden_from_the_compiler_or_looked_into():
         *(f"recollect.{name}" for name in ("_charts", "_page", "_meters", "_problem", "_solver", "_knapsack", "_ties")),
         *("recollect._milp", "recollect._ranks"),
         *(f"recollect.{name}" for name in ("_alone", "_aside", "_failures", "_options", "_plan_data", "_trial")),
-        *("recollect._tried", "recollect._travel", "recollect._writes"),
+        *("recollect._replays", "recollect._tried", "recollect._travel", "recollect._writes"),
         # Schedules are plain data; a chain breaks the graph, and is hidden by itself.
         *("recollect.schedules", "recollect.sequential"),
         *(name for name in sys.modules if name.startswith(("recollect._schedules", "recollect._chains"))),
