@@ -342,8 +342,8 @@ FAULTS = (
     fault(
         "the first blocks are offloaded though that is slow",
         "_trial.py",
-        "        found += self._begun_later(found[-1], limit) if found else []\n",
-        "",
+        "            found += self._begun_later(found[-1], limit)  # the one that offloads, if there is one\n",
+        "            pass\n",
         "test_plan.py::test_offloading_begins_later_where_a_step_that_begins_with_it_is_slow",
     ),
     fault(
@@ -394,6 +394,20 @@ FAULTS = (
         "        if not any(one is module for one, _ in begun):  # ",
         "        if not begun:  # ",
         "test_replays.py::test_a_call_that_fails_before_it_begins_takes_no_time",
+    ),
+    fault(
+        "nobody times the replays of a block",
+        "_alone.py",
+        "                    replayed[number].append(replay_seconds(bench.device, again, alone.train))\n",
+        "                    alone.train()\n",
+        "test_replays.py::test_a_block_is_priced_by_its_replays_where_its_runs_vary",
+    ),
+    fault(
+        "the runs of a forward are timed as replays",
+        "_replays.py",
+        ", in_replays=True)",
+        ")",
+        "test_replays.py",
     ),
     fault(
         "what takes less time than noise counts as it comes out",

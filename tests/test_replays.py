@@ -1,6 +1,8 @@
 """How long replays take, by a clock that goes on only where modules say so; and when that is what a way costs."""
 
+import itertools
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 import recollect
 from recollect import Recompute, Save, _alone
+from recollect._decided import decided_of
 from recollect._replays import replay_seconds
 from recollect._stores import links
 
@@ -142,3 +145,24 @@ def test_a_device_without_a_clock_cannot_tell(monkeypatch):
 )
 def test_a_way_adds_its_replays_unless_it_makes_another_difference(differences, replayed, expected):
     assert _alone._told_apart(differences, replayed, 0.5) == expected
+
+
+@pytest.mark.parametrize(("noise", "expected"), [(30.0, 11), (0.0, 2.0)])
+def test_a_block_is_priced_by_its_replays_where_its_runs_vary(clock, noise, expected):
+    """By the wall it takes 100 seconds, every other time more by some noise, and 102 if it is recomputed."""
+    model = Taking(clock, 1, Taking(clock, 10))
+    x = torch.randn(3, requires_grad=True)
+
+    class Wall:
+        def seconds(self, work, times):
+            if work is run.forward:
+                return 30.0
+            work()
+            return 102.0 if decided_of(model) else 100.0 + noise * next(turns)
+
+    turns = itertools.cycle([0.0, 1.0])
+    run = SimpleNamespace(train=lambda: model(x).sum().backward(), forward=lambda: None)
+    bench = SimpleNamespace(is_estimated=False, device=CPU, clock=Wall())
+    ways = [_alone.Candidate("keep"), _alone.Candidate("recompute", {"": Recompute()})]
+    _, _, added = _alone._times(bench, run, SimpleNamespace(module=model), ways, [0, 1], 3)
+    assert added == {0: 0.0, 1: expected}

@@ -99,19 +99,23 @@ def signature_of(arguments: Arguments) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def hooks_on(
-    modules: Iterable[Module], before: Callable[[Module, Arguments], None], after: Callable[[Module, Any], None]
+    modules: Iterable[Module],
+    before: Callable[[Module, Arguments], None],
+    after: Callable[[Module, Any], None],
+    *,
+    in_replays: bool = False,
 ) -> Iterator[None]:
-    """Have functions called before and after every call of the modules, which is not one of a replay.
+    """Have functions called before and after every call of the modules in a forward, or `in_replays` in those alone.
 
     Scripted modules take no hooks: what they do counts as that of the module around them.
     """
 
     def pre(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not is_recomputing():
+        if is_recomputing() == in_replays:
             before(module, (args, kwargs))
 
     def post(module: Module, args: tuple[Any, ...], result: Any) -> None:
-        if not is_recomputing():
+        if is_recomputing() == in_replays:
             after(module, result)
 
     with contextlib.ExitStack() as stack:

@@ -6,14 +6,14 @@ per cent of all of it, which is more than a small replay takes.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from recollect._engine.pinned import is_recomputing
+from recollect._calls import hooks_on
+from recollect._inputs import Arguments
 from recollect._stores.links import Moment, link_of
 
 
@@ -27,11 +27,10 @@ def replay_seconds(device: torch.device, modules: Iterable[Module], run: Callabl
     spans: list[tuple[Moment, Moment]] = []
     begun: list[tuple[Module, Moment]] = []
 
-    def before(module: Module, args: Any) -> None:
-        if is_recomputing():
-            begun.append((module, link.now()))
+    def before(module: Module, _: Arguments) -> None:
+        begun.append((module, link.now()))
 
-    def after(module: Module, args: Any, result: Any) -> None:
+    def after(module: Module, _: Any) -> None:
         if not any(one is module for one, _ in begun):  # its call failed before it had begun, or was compiled
             return
         other = None
@@ -40,11 +39,7 @@ def replay_seconds(device: torch.device, modules: Iterable[Module], run: Callabl
         if not begun:  # else it is within another one
             spans.append((start, link.now()))
 
-    with contextlib.ExitStack() as stack:
-        for module in watched:
-            stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
-            # Called even where a replay stops before the module has ended.
-            stack.callback(module.register_forward_hook(after, always_call=True).remove)
+    with hooks_on(watched, before, after, in_replays=True):
         run()
     for _, end in spans:
         end.synchronize()

@@ -1086,21 +1086,19 @@ def can_be_recorded() -> bool:
 
 
 # Builds without CUDA do not have the name, nor such a stream.
-_raw_stream: Callable[[int], tuple[int, int, int]] | None = getattr(torch._C, "_cuda_getCurrentStream", None)
-_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+_raw_stream: Callable[[int], Any] = getattr(torch._C, "_cuda_getCurrentStream", torch.cuda.current_stream)
+_streams: dict[Any, torch.cuda.Stream] = {}
 
 
 def current_cuda_stream(index: int) -> torch.cuda.Stream:
     """The current stream of a CUDA device, as `torch.cuda.current_stream`, which takes many times as long.
 
-    That looks the device up and makes an object each time. The same in 2.11, 2.13 and 2.15.
+    That looks the device up and makes an object each time, around the same function (in 2.11 and 2.13).
     """
-    raw = None if _raw_stream is None else _raw_stream(index)
-    stream = None if raw is None else _streams.get(raw)
+    raw = _raw_stream(index)
+    stream = _streams.get(raw)
     if stream is None:
-        stream = torch.cuda.current_stream(index)
-        if raw is not None:
-            _streams[raw] = stream
+        stream = _streams[raw] = torch.cuda.current_stream(index)
     return stream
 
 

@@ -243,7 +243,8 @@ class Trial:
         """The fastest plan whose step was seen to stay within `limit` bytes, which are those of the budget or less."""
         limit = min(limit, NEVER - 1)
         found = [one for offloading in self._ways() if (one := self._held(offloading, limit)) is not None]
-        found += self._begun_later(found[-1], limit) if found else []
+        if found:
+            found += self._begun_later(found[-1], limit)  # the one that offloads, if there is one
         if not found:
             smallest, where, is_measured = min(map(self._smallest, self._ways()))
             raise BudgetError(
